@@ -24,11 +24,11 @@ import torch
 
 from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import file_stat
-from ..errors import ExistingFileError, InputError, OutputError, ReadError
+from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import digest_of, read_small, write_whole
 from ..runtime.cancellation import Poll, no_poll
-from .dataset import Sample
+from .dataset import Faults, Sample, without_traceback
 from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
 
 # pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor
@@ -44,6 +44,11 @@ DIGESTS = "digests.json"
 LARGEST_DIGESTS = 10**9
 # the tensor in an entry that tells whether the others are what was written
 CHECK = "sha256"
+# errors of an image's own files
+IMAGE_FAULTS = (InputError, MissingFileError, ReadError)
+# an image and its mask
+Files = tuple[FileRange, FileRange | None]
+BrokenImages = dict[Files, SanaError]
 
 
 class Encoders(NamedTuple):
@@ -114,38 +119,62 @@ def build_cache(
     ids: ModelIds,
     poll: Poll = no_poll,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    broken: BrokenImages | None = None,
 ) -> Cache:
     """Return the cache of `samples`, cropped to their `buckets`, after encoding what `store` does not hold yet.
 
     Control images are cropped and encoded as images are, where all samples have one. `encode` is called for that
     alone: all captions first, then all images, so that the first call of each may load its model and drop the other.
     `ids` has to change with whatever they depend on. `poll` is called for each entry and cancels by raising; what was
-    encoded stays, and the next call resumes. `progress` gets how many entries of how many are there. Raises OutputError
+    encoded stays, and the next call resumes. `progress` gets how many entries of how many are there. Images that cannot
+    be read are added to `broken`, and the cache that is returned lacks them: encode again without their samples.
+    Without `broken`, an error names all of them at the end. Raises OutputError
     for a folder that cannot be written, and as `Digests` and `open_image` do.
     """
     controlled = [control_sample(sample) for sample in samples if sample.control is not None]
     controlled = controlled if len(controlled) == len(samples) else []
     total, done = 2 * len(samples) + len(controlled) + 1, 0
     digests, known = Digests(store), set[Path]()
+    faults: BrokenImages = {} if broken is None else broken
 
-    def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
+    def advance() -> None:
         nonlocal done
-        if path not in known:
-            store.find_or(path, make)
-            known.add(path)
         done += 1
         progress(done, total)
         poll()
+
+    def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
+        if path not in known:
+            store.find_or(path, make)
+            known.add(path)
+        advance()
         return path
 
     def find_text(parts: list[str], make: Callable[[], Tensors]) -> Path:
         return find_or(entry_path(store.folder, "texts", [*parts, ids.text_encoder]), make)
 
-    def find_latents(sample: Sample, bucket: Bucket) -> Path:
-        parts = [digests.of(place, sample.name) for place in (sample.image, sample.mask) if place]
-        own = [] if sample.crop == MIDDLE else [sample.crop]
-        path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *own])
-        return find_or(path, partial(encode_image, encode.pixels, sample, bucket, parts))
+    def find_latents(sample: Sample, bucket: Bucket) -> Path | None:
+        files, image = files_of(sample), None
+        if files in faults:
+            advance()
+            return None
+        try:
+            parts = [digests.of(place, sample.name) for place in files if place]
+            own = [] if sample.crop == MIDDLE else [sample.crop]
+            path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *own])
+            if path not in known and not store.has(path):
+                image = read_image(sample, bucket, parts)
+        except IMAGE_FAULTS as fault:
+            faults[files] = without_traceback(fault)
+            # The others are encoded first, so that one error names all broken images.
+            logger.warning("%s", fault)
+            advance()
+            return None
+        if image is not None:
+            store.put(path, encode_image(encode.pixels, sample, *image))
+        known.add(path)
+        advance()
+        return path
 
     empty = find_text(["empty"], partial(encode_text, encode.caption, "", False))
     captions = [sample.caption for sample in samples]
@@ -155,7 +184,15 @@ def build_cache(
         controls = [find_latents(*each) for each in zip(controlled, buckets, strict=False)]
     finally:
         digests.save()
-    return Cache([sample.name for sample in samples], latents, texts, read_entry(empty), controls)
+    if broken is None:
+        Faults(faults.values()).check()
+    images, controls_found = ([path for path in paths if path] for paths in (latents, controls))
+    return Cache([sample.name for sample in samples], images, texts, read_entry(empty), controls_found)
+
+
+def files_of(sample: Sample) -> Files:
+    """Return the files that the latents of a sample are made from."""
+    return sample.image, sample.mask
 
 
 def control_sample(sample: Sample) -> Sample:
@@ -182,11 +219,13 @@ def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
     return {name: values[:length].contiguous() for name, values in text.items()}
 
 
-def encode_image(encode: EncodePixels, sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None) -> Tensors:
-    """Return latents [32, h, w] of a sample's image, and weight [1, h, w] of its mask, if it has one.
+def read_image(
+    sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the pixels [3, H, W] of a sample, and the loss weight [1, H / 32, W / 32] of its mask or None.
 
-    `digests` are those of image and mask by which an entry is found. Raises as `open_image` does, ReadError for
-    files that have changed since, and InputError for a mask that is all black and for latents that are not finite.
+    `digests` are the digests of image and mask by which an entry is found. Raises as `open_image` does, ReadError for
+    files that have changed since, and InputError for a mask that is all black.
     """
     parts = [read_range(place, sample.name) for place in (sample.image, sample.mask) if place]
     if digests is not None and [digest_of(part) for part in parts] != digests:
@@ -195,8 +234,18 @@ def encode_image(encode: EncodePixels, sample: Sample, bucket: Bucket, digests: 
     pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black in the whole crop, expected white where to train")
+    return pixels, weight
+
+
+def encode_image(
+    encode: EncodePixels, sample: Sample, pixels: torch.Tensor, weight: torch.Tensor | None = None
+) -> Tensors:
+    """Return latents [32, h, w] of what `read_image` returns, and the weight [1, h, w] of the mask, if there is one.
+
+    Raises InputError for latents of another shape, and for latents that are not finite.
+    """
     latents = encode(pixels[None]).detach()[0].float().cpu()
-    shape = [CHANNELS, bucket[1] // DOWNSCALE, bucket[0] // DOWNSCALE]
+    shape = [CHANNELS, *(side // DOWNSCALE for side in pixels.shape[1:])]
     if list(latents.shape) != shape:
         raise InputError(f"{sample.name}: got latents {list(latents.shape)}, expected {shape}; choose SANA's VAE")
     if not latents.isfinite().all():
@@ -220,22 +269,55 @@ class Stream(NamedTuple):
     encode: Encoders
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
 
-    @torch.no_grad()
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices, of one bucket, as a cache of them would to the bit.
 
         Reads the images, and raises as `build_cache` does.
         """
-        chosen = [self.samples[index] for index in indices]
-        buckets = [self.buckets[index] for index in indices]
-        images = [encode_image(self.encode.pixels, *each) for each in zip(chosen, buckets, strict=True)]
-        texts = [encode_tokens(self.encode.caption, sample.caption) for sample in chosen]
-        controls = [
-            encode_image(self.encode.pixels, control_sample(sample), bucket)
-            for sample, bucket in zip(chosen, buckets, strict=True)
-            if sample.control is not None
-        ]
-        return join_batch([sample.name for sample in chosen], images, texts, controls)
+        broken: dict[int, SanaError] = {}
+        _, batch = self.load_readable(indices, broken)
+        Faults(broken.values()).check()
+        return batch
+
+    @torch.no_grad()
+    def load_readable(
+        self, indices: Sequence[int], broken: dict[int, SanaError], skip: bool = False
+    ) -> tuple[list[int], Batch]:
+        """Return the indices whose images can be read, and a batch of them, of one bucket.
+
+        The faults of the others are added to `broken`. If there are any, nothing more is encoded unless they are to be
+        skipped, and the rest is only read, to find out what else is broken. A batch without any image is `blank`.
+        """
+        readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
+        for index in indices:
+            sample, bucket = self.samples[index], self.buckets[index]
+            parts = [sample] if sample.control is None else [sample, control_sample(sample)]
+            try:
+                images_and_weights = [read_image(part, bucket) for part in parts]
+            except IMAGE_FAULTS as fault:
+                broken[index] = without_traceback(fault)
+                continue
+            if broken and not skip:
+                continue
+            encoded = [
+                encode_image(self.encode.pixels, part, *image_and_weight)
+                for part, image_and_weight in zip(parts, images_and_weights, strict=True)
+            ]
+            readable.append(index)
+            images.append(encoded[0])
+            controls += encoded[1:]
+        if not readable:
+            return [], self.blank(indices[0])
+        texts = [encode_tokens(self.encode.caption, self.samples[index].caption) for index in readable]
+        names = [self.samples[index].name for index in readable]
+        return readable, join_batch(names, images, texts, controls)
+
+    def blank(self, index: int) -> Batch:
+        """Return zeros in place of the sample, with the empty prompt. A rank without images computes with them."""
+        width, height = self.buckets[index]
+        zeros = {"latents": torch.zeros(CHANNELS, height // DOWNSCALE, width // DOWNSCALE)}
+        sample = self.samples[index]
+        return join_batch([sample.name], [zeros], [self.empty], [zeros] if sample.control else [])
 
 
 class Store(NamedTuple):
@@ -249,15 +331,14 @@ class Store(NamedTuple):
 
         Raises OutputError and leaves nothing half written then.
         """
+        if not self.has(path):
+            self.put(path, make())
+        return path
+
+    def put(self, path: Path, tensors: Tensors) -> None:
+        """Write an entry. Raises OutputError."""
         from safetensors.torch import save
 
-        if path.exists():
-            try:
-                read_entry(path)
-                return path
-            except ReadError as error:
-                logger.warning("%s", error)
-        tensors = make()
         try:
             self.write(path, save({**tensors, CHECK: check_sum(tensors)}))
         except OSError as error:
@@ -265,7 +346,17 @@ class Store(NamedTuple):
             raise OutputError(
                 f"cache: cannot write {path} ({reason}); make room and start again, what is in it stays"
             ) from error
-        return path
+
+    def has(self, path: Path) -> bool:
+        """Whether the entry `path` is there and whole. A damaged one is in the log."""
+        if not path.exists():
+            return False
+        try:
+            read_entry(path)
+        except ReadError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a file of the cache, over an earlier one too. Raises OSError."""

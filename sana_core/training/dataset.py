@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoints.files import Json, brief
-from ..errors import InputError, MissingFileError, SanaError
+from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
 from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
@@ -36,8 +37,10 @@ CAPTIONS = ("prompt", "caption", "text")
 # bytes
 LARGEST_CAPTION = 1_000_000
 LARGEST_LIST = 1 << 30
-# faults that the log names
+# faults that the log and an error name
 NAMED = 20
+# seconds
+CHECKED = 30.0
 
 
 # texts, each with the share of the epochs that learn it
@@ -68,20 +71,23 @@ Make = Callable[[], Sample]
 
 
 class Faults:
-    """What is wrong with a data set: the first faults, by their words alone, for a traceback keeps what was read; and
-    their number."""
+    """The faults of a data set: the number of all, and the first ones without their tracebacks, which would hold the
+    data that was read."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Iterable[SanaError] = ()) -> None:
         self.first: list[SanaError] = []
         self.count = 0
+        for fault in faults:
+            self.add(fault)
 
     def add(self, fault: SanaError) -> None:
         self.count += 1
         if len(self.first) < NAMED:
-            self.first.append(type(fault)(str(fault)))
+            self.first.append(without_traceback(fault))
 
     def check(self) -> None:
-        """Raise the first fault; where there are more, with their number, and the first of them in the log."""
+        """Raise the first fault. If there are more, log the first ones, and add the names of their files to the
+        error."""
         if not self.count:
             return
         first = self.first[0]
@@ -89,30 +95,76 @@ class Faults:
             raise first
         for fault in self.first:
             logger.error("%s", fault)
-        raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log")
+        names = ", ".join(map(name_in, self.first[1:]))
+        names += "" if self.count == len(self.first) else ", and more"
+        raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log: {names}")
 
 
-def read_dataset(path: Path, poll: Poll = no_poll) -> list[Sample]:
+def without_traceback(fault: SanaError) -> SanaError:
+    return type(fault)(str(fault))
+
+
+def name_in(fault: SanaError) -> str:
+    """Return the name of the file that a fault begins with."""
+    return str(fault).partition(": ")[0]
+
+
+def is_unreadable(fault: SanaError) -> bool:
+    """Whether `fault` is one that `skip_broken` leaves out: an image that is missing, broken or cannot be read."""
+    return isinstance(fault, (MissingFileError, ReadError))
+
+
+def warn_of_skipped(faults: Sequence[SanaError]) -> None:
+    """Log the names of the images that `skip_broken` leaves out, and the reason of the first one."""
+    names = ", ".join(map(name_in, faults))
+    logger.warning("dataset: skip_broken leaves out %d images: %s; the first: %s", len(faults), names, faults[0])
+
+
+def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) -> list[Sample]:
     """Return the samples of a folder with all in it, of a .jsonl, a .tar, or the tars that a wids-meta.json lists.
 
     A folder that holds metadata.jsonl or wids-meta.json is what that lists. Sorted by name, a jsonl's in its own order.
-    Of images only the headers are read; `poll` is called for each and cancels by raising. Raises SanaError for the
+    Of images only the headers are read; `poll` is called for each and cancels by raising. With `skip_broken` images
+    that are missing or cannot be read are left out, and the log lists them. Raises SanaError for the
     first fault, with the number of the others, which the log names; InputError for a data set without images.
     """
-    faults, samples = Faults(), list[Sample]()
+    faults, samples, skipped = Faults(), list[Sample](), list[SanaError]()
     for make in list_samples(Path(path)):
         poll()
         try:
             samples.append(make())
         except SanaError as fault:
-            faults.add(fault)
+            # A folder or tar that cannot be read may hold many good images, so it is never skipped.
+            is_container = isinstance(make, partial) and make.func is refuse
+            if skip_broken and is_unreadable(fault) and not is_container:
+                skipped.append(without_traceback(fault))
+            else:
+                faults.add(fault)
+    if faults.count:
+        # Name the images with a good header and broken pixels in the same error.
+        add_broken(faults, samples, poll)
     faults.check()
+    if skipped:
+        warn_of_skipped(skipped)
     if not samples:
         raise InputError(f"dataset: no image in {path}, expected files that end with {', '.join(ENDINGS)}")
     empty = [sample.name for sample in samples if not sample.caption]
     if empty:
         logger.warning("dataset: %d of %d captions are empty, the first of %s", len(empty), len(samples), empty[0])
     return samples
+
+
+def add_broken(faults: Faults, samples: Iterable[Sample], poll: Poll) -> None:
+    """Add the images to `faults` that cannot be decoded, as far as they are found within CHECKED seconds."""
+    end = time.monotonic() + CHECKED
+    for sample in samples:
+        poll()
+        if time.monotonic() > end:
+            return
+        try:
+            open_image(sample)
+        except SanaError as fault:
+            faults.add(fault)
 
 
 def list_samples(path: Path) -> Iterator[Make]:

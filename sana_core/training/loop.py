@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,16 @@ from .schedule import (
 )
 from .settings import Phase, TrainingSettings
 from .state_files import chosen_save, read_tensors, restore, tensors_of
-from .train_state import TrainState, averaged, gather_weights, take_step, validation_loss, warm_up_ddp_buckets
+from .train_state import (
+    TrainState,
+    apply_gradients,
+    averaged,
+    compute_gradients,
+    drop_step,
+    gather_weights,
+    validation_loss,
+    warm_up_ddp_buckets,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +164,7 @@ def run_phases(now: Run) -> None:
             return settle(now)
         with saved_when_cancelled(now):
             now.callbacks.poll()
-        line = learn(now.state, now.data[now.progress.phase], now.groups[now.progress.position], now.progress)
+        line = learn(now)
         now.ranks.run_on_rank0(partial(now.log.add, line))
         now.progress = after_step(now.phase, now.progress, len(now.groups))
         if now.progress.position == len(now.groups) or now.progress.phase_step == now.phase.steps:
@@ -165,7 +175,8 @@ def run_phases(now: Run) -> None:
 
 @contextmanager
 def saved_when_cancelled(now: Run) -> Iterator[None]:
-    """Save when a callback in this context cancels, or something fails in it that all ranks know of.
+    """Save the finished steps when a callback in this context cancels, or something fails in it that all ranks know
+    of. The context changes no weights.
 
     A rank that fails alone ends at once, and the others hear of that.
     """
@@ -173,8 +184,16 @@ def saved_when_cancelled(now: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         if now.ranks.all_know(error):
-            save(now)
-            settle(now)
+            # The frames of the traceback hold the tensors of the failed step. Saving may need their memory.
+            clear_frames(error.__traceback__)
+            drop_step(now.state)
+            try:
+                save(now)
+                settle(now)
+            except Exception:
+                # The error of saving is raised, and this one would be lost.
+                logger.error("%s", error or type(error).__name__)
+                raise
         raise
 
 
@@ -238,11 +257,14 @@ def validate_if_due(now: Run) -> None:
         now.best = better(now.best, found, now.progress)
 
 
-def learn(state: TrainState, data: Data, group: Group, progress: TrainProgress) -> Line:
-    """Take the step at `progress`, and return its line of the log."""
-    rate = learning_rate(state.settings.phase[progress.phase], progress)
+def learn(now: Run) -> Line:
+    """Take the next step, and return its line of the log."""
+    progress, group = now.progress, now.groups[now.progress.position]
+    rate = learning_rate(now.phase, progress)
     began = time.perf_counter()
-    loss, norm = take_step(state, data, group, progress, rate)
+    with saved_when_cancelled(now):
+        loss, norm = compute_gradients(now.state, now.data[progress.phase], group, progress)
+    apply_gradients(now.state, progress, rate)
     return {
         "step": progress.step + 1,
         "phase": progress.phase + 1,

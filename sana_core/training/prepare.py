@@ -23,12 +23,24 @@ from ..checkpoints import load_autoencoder
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
+from ..errors import InputError
 from ..model.text import encode_prompts
 from ..runtime.atomic_files import digest_of, remove
 from ..runtime.cancellation import Poll
-from .cache import Encoders, ModelIds, Store, Stream, build_cache
-from .dataset import Sample, check_controls, read_dataset
-from .images import Crop, FileRange, choose_bucket, is_smaller
+from .cache import (
+    IMAGE_FAULTS,
+    BrokenImages,
+    Encoders,
+    ModelIds,
+    Store,
+    Stream,
+    build_cache,
+    control_sample,
+    files_of,
+    read_image,
+)
+from .dataset import Faults, Sample, check_controls, is_unreadable, read_dataset, warn_of_skipped, without_traceback
+from .images import Bucket, Crop, FileRange, choose_bucket, is_smaller
 from .loss import CHOICE, generator
 from .previews import Inputs, encode_validation
 from .ranks import Ranks
@@ -62,10 +74,13 @@ def prepare(
     TrainingError where another rank has failed.
     """
     ids, store = model_ids(settings, digests), cache_store(settings)
+    broken: BrokenImages = {}
 
     def encode_part(encode: Encoders, part: slice, progress: OnProgress) -> list[Data]:
         phases = zip(samples, settings.phase, strict=True)
-        return [prepare_phase(each[part], phase, settings, ids, encode, progress, poll) for each, phase in phases]
+        return [
+            prepare_phase(each[part], phase, settings, ids, encode, progress, poll, broken) for each, phase in phases
+        ]
 
     def encode_share() -> None:
         with encoders(settings, device, poll) as encode:
@@ -75,16 +90,67 @@ def prepare(
         with encoders(settings, device, poll) as encode:
             return encode_part(encode, slice(None), progress), encode_validation(settings, store, ids, encode)
 
+    def check_held_out(data: Sequence[Data]) -> None:
+        # A streamed run can leave out an image in a step, but not in a validation.
+        for phase in data:
+            for index in phase.held_out[ranks.rank :: ranks.size]:
+                broken.update(find_broken_files(phase.samples[index], phase.buckets[index], poll))
+
     try:
-        if ranks.size > 1 and not settings.stream:
-            ranks.run_on_all(encode_share)
-        # what all have encoded the first finds, and what it has completed the others
-        return ranks.run_on_rank0(lambda: encode_all(progress)) or encode_all(no_progress)
+        while True:
+            broken.clear()
+            if ranks.size > 1 and not settings.stream:
+                ranks.run_on_all(encode_share)
+            # The first rank uses the entries of all ranks and encodes the rest. The others then use all entries.
+            data, inputs = ranks.run_on_rank0(lambda: encode_all(progress)) or encode_all(no_progress)
+            if settings.stream and settings.skip_broken:
+                ranks.run_on_all(partial(check_held_out, data))
+            broken_anywhere = {files: fault for faults in ranks.all_gather(broken) for files, fault in faults.items()}
+            if not broken_anywhere:
+                return data, inputs
+            samples = leave_out(samples, broken_anywhere, settings.skip_broken)
     finally:
         if ranks.first and store.parts is not None:
             # of dead processes of this run, which is held; what cannot be removed is in nobody's way
             with suppress(OSError):
                 remove(store.parts)
+
+
+def find_broken_files(sample: Sample, bucket: Bucket, poll: Poll) -> BrokenImages:
+    """Return the faults of the image, mask and control image of a sample by their files."""
+    broken: BrokenImages = {}
+    for part in [sample] if sample.control is None else [sample, control_sample(sample)]:
+        poll()
+        try:
+            read_image(part, bucket)
+        except IMAGE_FAULTS as fault:
+            broken[files_of(part)] = without_traceback(fault)
+    return broken
+
+
+def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
+    """Return the samples of each phase without the `broken` images, which the log lists.
+
+    Raises an error that names all of them unless `skip_broken` is set and each of them cannot be read, and InputError
+    for a phase of which nothing is left.
+    """
+    faults = list(broken.values())
+    if not (skip_broken and all(map(is_unreadable, faults))):
+        Faults(faults).check()
+    warn_of_skipped(faults)
+    readable = [
+        [
+            sample
+            for sample in phase
+            if files_of(sample) not in broken
+            and (sample.control is None or files_of(control_sample(sample)) not in broken)
+        ]
+        for phase in samples
+    ]
+    for number, phase in enumerate(readable, 1):
+        if not phase:
+            raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
+    return readable
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -115,7 +181,7 @@ def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
     steered = settings.method.kind == "controlnet"
     found = []
     for phase in settings.phase:
-        samples = read_phase(phase, poll)
+        samples = read_phase(phase, poll, settings.skip_broken)
         if steered:
             check_controls(samples)
         small = [each for each in samples if is_smaller(each.size, choose_bucket(each.size, each.resolution))]
@@ -140,8 +206,10 @@ def prepare_phase(
     encode: Encoders,
     progress: OnProgress,
     poll: Poll,
+    broken: BrokenImages,
 ) -> Data:
-    """Return the `samples` of `phase`, encoded, or to be as they are learned."""
+    """Return the `samples` of `phase`, encoded, or to be as they are learned. Images that cannot be read are added to
+    `broken`, as by `build_cache`."""
     buckets = [choose_bucket(each.size, each.resolution) for each in samples]
     cached = 0 if settings.stream else len(samples)
     cache = build_cache(
@@ -152,6 +220,7 @@ def prepare_phase(
         ids,
         poll,
         lambda done, total: progress("latents and captions", done, total),
+        broken,
     )
     variants = groups_of(samples)
     # of an image that is repeated, or learned at several sizes, all are held out and the first is looked at
@@ -229,14 +298,17 @@ def hold_out(names: Sequence[str], share: float) -> list[int]:
     return sorted(chosen)
 
 
-def read_phase(phase: Phase, poll: Poll) -> list[Sample]:
+def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Sample]:
     """Return the samples of `phase`, each image of its data sets as often as that is repeated, then as many of its
     regularisation images, once more for each of its resolutions. Raises as `read_dataset` does."""
     samples: list[Sample] = []
     for path, repeats, weight in itertools.zip_longest(phase.data, phase.repeats, phase.weights):
-        found = [each._replace(weight=1.0 if weight is None else weight) for each in read_dataset(Path(path), poll)]
-        samples += found * (repeats or 1)
-    prior = [each for path in phase.regularisation for each in read_dataset(Path(path), poll)]
+        weighted = [
+            sample._replace(weight=1.0 if weight is None else weight)
+            for sample in read_dataset(Path(path), poll, skip_broken)
+        ]
+        samples += weighted * (repeats or 1)
+    prior = [each for path in phase.regularisation for each in read_dataset(Path(path), poll, skip_broken)]
     for each in itertools.islice(itertools.cycle(prior), len(samples)):
         samples.append(each._replace(weight=phase.prior_loss_weight, prior=True))
     sizes = (phase.resolution, *phase.resolutions)

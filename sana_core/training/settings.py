@@ -298,6 +298,7 @@ class TrainingSettings:
     device: str = ""  # the accelerator of this machine, or its CPU
     cache: Place = ""  # folder of latents and embeddings; "cache" in `out`
     stream: bool = False  # encode each image when it is learned, and keep nothing of it on disk
+    skip_broken: bool = False  # leave out images that are missing or cannot be read, and list them in the log
     caption_dropout: Annotated[
         float, within(0, 1), Help("The share of images that are learned without their caption, which guidance needs.")
     ] = 0.1

@@ -40,6 +40,17 @@ class Shards(NamedTuple):
     whole: Sequence[nn.Module]  # the same without weights, copies of which are filled on one rank
     cpu_mesh: DeviceMesh  # the ranks in the order of the weights' mesh, for tensors in the memory of the CPU
 
+    def drop_step(self) -> None:
+        """Free the gathered weights and the gradients that a failed step has left."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        for weight in self.trained.values():
+            weight.grad = None
+
 
 class Layout(NamedTuple):
     """How the ranks hold what is trained: each all of it, within DDP's `replica`, or its rows, in `shards`."""

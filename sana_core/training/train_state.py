@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..errors import TrainingError
+from ..errors import SanaError, TrainingError
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
@@ -17,9 +17,10 @@ from ..model.reference import reference_of
 from ..runtime.accelerator import current_device
 from ..runtime.cancellation import Poll
 from .adapters import add_adapter, begin_at, needs_start, without_dropout
-from .cache import Batch
+from .cache import Batch, Stream
 from .came import CAME
 from .controlnet import begin_controlnet
+from .dataset import Faults, is_unreadable, warn_of_skipped
 from .loss import (
     DROPOUT,
     Point,
@@ -63,6 +64,14 @@ VALIDATION_TIMES = 8
 
 # indices of samples of one shape, and whether they count; they do not where a rank only keeps the others company
 Microbatch = tuple[list[int], bool]
+
+
+class Piece(NamedTuple):
+    """A microbatch whose images have been read."""
+
+    indices: list[int]
+    counts: bool
+    batch: Batch
 
 
 class TrainState(NamedTuple):
@@ -154,9 +163,9 @@ def warm_up_ddp_buckets(state: TrainState, data: Data, group: Sequence[Sequence[
     add it up. So a run that resumes has to have that behind it, to be to the bit the run that never stopped.
     """
     if state.layout.replica is not None:
-        piece = microbatches(group, state.ranks.rank, state.ranks.size)[0]
+        pieces, _ = load_step(state, data, group)
         with state.layout.backward(last=True) as compute:
-            compute(lambda: microbatch_loss(state, data, piece, progress)).sum().backward()
+            compute(lambda: piece_loss(state, data, pieces[0], progress)).sum().backward()
         state.optimizer.zero_grad()
 
 
@@ -167,27 +176,53 @@ def take_step(
 
     Returns the mean loss and the norm of the gradients. Noise and time of an image depend on the run's seed, its
     progress among phases and epochs, and the image, so they are the same wherever it is learned. However the images
-    are divided into batches, each counts the same. Raises TrainingError, before anything has changed, when a loss or a
-    gradient is not finite.
+    are divided into batches, each counts the same.
     """
-    settings, ranks = state.settings, state.ranks
-    total = sum(map(len, group))
-    mean = 0.0
-    pieces = microbatches(group, ranks.rank, ranks.size)
-    for number, piece in enumerate(pieces, 1):
-        dropping = seeded_dropout(state, (progress.step, number, ranks.rank))
-        with dropping, state.layout.backward(last=number == len(pieces)) as compute:
-            losses = compute(lambda piece=piece: microbatch_loss(state, data, piece, progress))  # type: ignore[misc]
-            # the ranks' gradients become their mean
-            (losses.sum() / total * ranks.size).backward()
-        mean += float(losses.detach().sum()) / total
-    (mean,) = ranks.total(mean)
-    norm = state.layout.clip(state.parameters, settings.optimizer.clip)
-    if not norm < float("inf"):
-        names = ", ".join(data.samples[index].name for indices, _ in pieces for index in indices[:2])
-        raise TrainingError(
-            f"training: in step {progress.step} the gradients of {names:.120} are not finite; lower learning_rate"
-        )
+    mean, norm = compute_gradients(state, data, group, progress)
+    apply_gradients(state, progress, rate)
+    return mean, norm
+
+
+def compute_gradients(
+    state: TrainState, data: Data, group: Sequence[Sequence[int]], progress: TrainProgress
+) -> tuple[float, float]:
+    """Compute the gradients of a step and clip them. Returns the mean loss and the norm of the gradients.
+
+    Changes no weights, so that the steps before can be saved when it fails. All ranks know the errors of loading,
+    losses and gradients that are not finite, and under DDP the errors before the last backward. A rank that fails
+    alone in a part with collectives cannot reach the others, which wait for it inside one. Raises TrainingError for a
+    loss or a gradient that is not finite, and the errors of `load_step`.
+    """
+    ranks = state.ranks
+    pieces, total = load_step(state, data, group)
+    # A list, which the last backward empties, because a variable would keep the graph.
+    last_loss: list[torch.Tensor] = []
+
+    def begin() -> tuple[float, TrainingError | None]:
+        return begin_gradients(state, data, pieces, total, progress, last_loss)
+
+    # FSDP gathers weights in each forward. DDP sums gradients in the last backward only.
+    mean, fault = ranks.run_on_all(begin) if state.layout.shards is None else begin()
+    last_loss.pop().backward()
+    mean, faults = ranks.total(mean, float(fault is not None))
+    norm = state.layout.clip(state.parameters, state.settings.optimizer.clip)
+
+    def check() -> None:
+        if fault is not None:
+            raise fault
+        if not faults and not norm < float("inf"):
+            names = ", ".join(name for piece in pieces for name in piece.batch.names[:2])
+            raise TrainingError(
+                f"training: in step {progress.step} the gradients of {names:.120} are not finite; lower learning_rate"
+            )
+
+    ranks.run_on_all(check)
+    return mean, norm
+
+
+def apply_gradients(state: TrainState, progress: TrainProgress, rate: float) -> None:
+    """Let the optimizer take the step of `compute_gradients` at the learning rate `rate`."""
+    settings = state.settings
     set_learning_rate(state.optimizer, rate)
     device = next(iter(state.parameters.values())).device
     step_optimizer(state.optimizer, torch.Generator(device).manual_seed(settings.seed + progress.step))
@@ -195,7 +230,80 @@ def take_step(
     if state.average is not None:
         decay = average_decay(settings.optimizer.ema, progress.step)
         update_average(state.average, state.parameters, decay)
-    return mean, norm
+
+
+def load_step(state: TrainState, data: Data, group: Sequence[Sequence[int]]) -> tuple[list[Piece], int]:
+    """Return this rank's pieces of a step, and the number of images that all ranks learn in it.
+
+    A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Otherwise,
+    and where nothing is left to learn, it raises on all ranks an error that names every broken image of the step.
+    """
+    ranks, cache = state.ranks, data.cache
+    microbatches_here = microbatches(group, ranks.rank, ranks.size)
+    total = sum(map(len, group))
+    if not isinstance(cache, Stream):
+        return ranks.run_on_all(lambda: [Piece(*each, cache.load(each[0])) for each in microbatches_here]), total
+    skip = state.settings.skip_broken
+    broken: dict[int, SanaError] = {}
+
+    def read() -> list[Piece]:
+        pieces = []
+        for indices, counts in microbatches_here:
+            readable, batch = cache.load_readable(indices, broken, skip)
+            pieces.append(Piece(readable, counts, batch) if readable else Piece(indices[:1], False, batch))
+        return pieces
+
+    pieces = ranks.run_on_all(read)
+    broken = {index: fault for faults in ranks.all_gather(broken) for index, fault in faults.items()}
+    total -= len(broken)
+
+    def check_broken() -> None:
+        faults = [broken[index] for index in sorted(broken)]
+        if faults and skip and total and all(map(is_unreadable, faults)):
+            if ranks.first:
+                warn_of_skipped(faults)
+        else:
+            Faults(faults).check()
+
+    ranks.run_on_all(check_broken)
+    return pieces, total
+
+
+def begin_gradients(
+    state: TrainState,
+    data: Data,
+    pieces: Sequence[Piece],
+    total: int,
+    progress: TrainProgress,
+    last_loss: list[torch.Tensor],
+) -> tuple[float, TrainingError | None]:
+    """Compute the gradients of a step except for the last backward, whose loss is put into `last_loss`.
+
+    `total` is the number of images of all ranks. Returns this rank's part of the mean loss, and an error that names the
+    first image whose loss is not finite.
+    """
+    mean, fault = 0.0, None
+    for number, piece in enumerate(pieces, 1):
+        last = number == len(pieces)
+        dropping = seeded_dropout(state, (progress.step, number, state.ranks.rank))
+        with dropping, state.layout.backward(last) as compute:
+            losses = compute(lambda piece=piece: piece_loss(state, data, piece, progress))  # type: ignore[misc]
+            fault = fault or find_fault(losses, piece.batch, progress)
+            # the ranks' gradients become their mean
+            loss = losses.sum() / total * state.ranks.size
+            if last:
+                last_loss.append(loss)
+            else:
+                loss.backward()
+        mean += float(losses.detach().sum()) / total
+    return mean, fault
+
+
+def drop_step(state: TrainState) -> None:
+    """Free the memory that a failed step still takes: its gradients, and under FSDP the gathered weights."""
+    state.optimizer.zero_grad()
+    if state.layout.shards is not None:
+        state.layout.shards.drop_step()
 
 
 @contextmanager
@@ -213,11 +321,10 @@ def seeded_dropout(state: TrainState, key: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def microbatch_loss(state: TrainState, data: Data, piece: Microbatch, progress: TrainProgress) -> torch.Tensor:
+def piece_loss(state: TrainState, data: Data, piece: Piece, progress: TrainProgress) -> torch.Tensor:
     """Return the losses [B] of a piece of a step, zeros with gradients for one that does not count."""
-    indices, counts = piece
+    indices, counts, batch = piece
     settings = state.settings
-    batch = data.cache.load(indices)
     keys = [(settings.seed, progress.phase, progress.epoch, index) for index in indices]
     draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
     shared = reference_of(state.transformer).shared_mask
@@ -230,7 +337,6 @@ def microbatch_loss(state: TrainState, data: Data, piece: Microbatch, progress: 
     else:
         sigma = training_sigmas(draw.times, state.shift, settings.loss).float().to(state.device)
         losses = batch_loss(state, batch, draw.noise, sigma)
-    check_losses(losses, batch, progress)
     losses = losses * torch.tensor([data.samples[index].weight for index in indices]).to(losses)
     return losses if counts else losses * 0
 
@@ -270,14 +376,15 @@ def tangent_ramp(settings: TrainingSettings, progress: TrainProgress) -> float:
     return min(1.0, progress.step / settings.loss.tangent_warmup) if settings.loss.tangent_warmup else 1.0
 
 
-def check_losses(losses: torch.Tensor, batch: Batch, progress: TrainProgress) -> None:
-    """Raise TrainingError that names the step and the first image whose loss is not finite."""
+def find_fault(losses: torch.Tensor, batch: Batch, progress: TrainProgress) -> TrainingError | None:
+    """Return an error that names the step and the first image whose loss is not finite, None if all losses are."""
     finite = losses.detach().isfinite().tolist()
-    if not all(finite):
-        name = batch.names[finite.index(False)]
-        raise TrainingError(
-            f"training: in step {progress.step} the loss of {name} is not finite; lower learning_rate, or remove it"
-        )
+    if all(finite):
+        return None
+    name = batch.names[finite.index(False)]
+    return TrainingError(
+        f"training: in step {progress.step} the loss of {name} is not finite; lower learning_rate, or remove it"
+    )
 
 
 @torch.no_grad()

@@ -1,0 +1,636 @@
+"""A step that fails before the optimizer began loses no step: the state before it is saved, and resumes to the bit."""
+
+import io
+import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from launched import OLD, outcomes, results_of
+from pictures import write_pictures
+from safetensors.torch import load_file
+from trained import lines_of, newest, same
+
+from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
+from sana_core.training import cache, dataset, prepare, train, train_state
+from sana_core.training.runs import find_states
+from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
+
+IMAGES, STEPS, FAILING = 8, 5, 3
+
+
+def write_images(folder, kind):
+    """Write the images of a run as a folder, or as two tars."""
+    write_pictures(folder / "loose", IMAGES)
+    if kind == "folder":
+        return folder / "loose"
+    (folder / "tars").mkdir()
+    files = sorted((folder / "loose").iterdir())
+    for number in range(2):
+        with tarfile.open(folder / "tars" / f"{number}.tar", "w") as archive:
+            for file in files[number * IMAGES : (number + 1) * IMAGES]:
+                archive.add(file, file.name)
+    return folder / "tars"
+
+
+@pytest.fixture
+def make(tmp_path, checkpoint):
+    """A function that returns the settings of a run of five steps that saves no state by itself."""
+    data = {}
+
+    def make_settings(out="out", kind="folder", stream=True, parallel="ddp", **others):
+        if kind not in data:
+            data[kind] = write_images(tmp_path, kind)
+        phase = Phase((str(data[kind]),), 128, batch=2, accumulate=2, steps=STEPS, learning_rate=1e-3)
+        settings = TrainingSettings(
+            str(checkpoint), str(tmp_path / out), (phase,), dtype="float32", method=Method(rank=2), stream=stream
+        )
+        return check_settings(
+            replace(settings, parallel=Parallel(parallel), save_every=100, caption_dropout=0.3, **others)
+        )
+
+    return make_settings
+
+
+def at_step(step, action):
+    """A report that calls `action` after the step."""
+
+    def report(line):
+        if line.get("loss") and line["step"] == step:
+            action()
+
+    return report
+
+
+def cut(file):
+    # A tar keeps only its first header.
+    file.write_bytes(file.read_bytes()[: 512 if file.suffix == ".tar" else file.stat().st_size // 2])
+
+
+def garble(file):
+    file.write_bytes(b"not an image" + bytes(file.stat().st_size - 12))
+
+
+def change_pixels(file):
+    """Damage the compressed pixels behind an intact header."""
+    data = file.read_bytes()
+    file.write_bytes(data[:60] + bytes(255 for _ in data[60:-12]) + data[-12:])
+
+
+def become_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def become_link_to_itself(file):
+    file.unlink()
+    file.symlink_to(file)
+
+
+DAMAGES = {
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "removed": lambda file: file.unlink(),
+    "text": garble,
+    "pixels": change_pixels,
+    "folder": become_folder,
+    "link": become_link_to_itself,
+}
+
+
+def damage_images(data, damage):
+    for file in [file for file in data.rglob("*") if file.suffix in (".png", ".tar")]:
+        damage(file)
+
+
+def restore(data, kept):
+    shutil.rmtree(data)
+    shutil.copytree(kept, data)
+
+
+@pytest.fixture(scope="module")
+def wholes():
+    """Results of runs that never failed, by settings without folders and number of ranks."""
+    return {}
+
+
+def results(out):
+    """Return the log of a run, and the tensors of its newest state and of the weights in it."""
+    tensors = {}
+    for file in sorted(newest(out).rglob("*.safetensors")):
+        for name, value in load_file(file).items():
+            # Under FSDP each rank writes its rows. Under DDP any rank may write what all ranks have.
+            tensors[f"{name} in {file.name}" if name in tensors else name] = value
+    return lines_of(out), tensors
+
+
+@pytest.fixture
+def check_resumed(wholes):
+    """A function that asserts that the state of the failed step exists, and that the run ends as one that never
+    failed."""
+
+    def check(settings, ranks=1, step=FAILING):
+        assert newest(settings.out).name == f"step-{step:07d}"
+        run(settings, ranks)
+        key = (
+            repr(replace(settings, out="", phase=(replace(settings.phase[0], data=()),))),
+            Path(settings.phase[0].data[0]).name,
+            ranks,
+        )
+        if key not in wholes:
+            unbroken = replace(settings, out=f"{settings.out}-whole")
+            run(unbroken, ranks)
+            wholes[key] = results(unbroken.out)
+        lines, tensors = results(settings.out)
+        assert lines == wholes[key][0] and same(tensors, wholes[key][1])
+
+    return check
+
+
+# One process that a launcher has started
+LAUNCHED = "one"
+
+
+def run(settings, ranks=1):
+    if ranks == 1:
+        train.train(settings)
+    else:
+        results_of(1 if ranks == LAUNCHED else ranks, lambda this: str(train.train(settings, ranks=this)))
+
+
+def fail(settings, ranks, report=lambda line: None, before=lambda rank: None):
+    """Return the class and the message of the error that each rank ends with."""
+    if ranks == 1:
+        before(0)
+        with pytest.raises(BaseException) as raised:
+            train.train(settings, report)
+        return [(type(raised.value).__name__, str(raised.value))]
+
+    def work(this):
+        before(this.rank)
+        train.train(settings, report, ranks=this)
+
+    return [outcome[:2] for outcome in outcomes(ranks, work)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("folder", "cut"),
+        ("tars", "cut"),
+        *(pytest.param("folder", name, marks=pytest.mark.slow) for name in DAMAGES if name != "cut"),
+        *(pytest.param("tars", name, marks=pytest.mark.slow) for name in ("empty", "removed")),
+    ],
+)
+def test_images_that_break_in_a_streamed_run_lose_no_step(make, check_resumed, tmp_path, kind, damage, ranks):
+    settings = make(kind=kind)
+    data = Path(settings.phase[0].data[0])
+    shutil.copytree(data, tmp_path / "copy")
+    report = at_step(FAILING, lambda: damage_images(data, DAMAGES[damage]))
+    errors = fail(settings, ranks, report)
+    restore(data, tmp_path / "copy")
+    assert {kind for kind, _ in errors} <= {"ReadError", "MissingFileError", "InputError"}, errors
+    # four images in a step, of which one error names all
+    assert all("likewise 3 more" in text and text.count(".png") == 4 for _, text in errors), errors
+    check_resumed(settings, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("part", ["latents", "texts"])
+@pytest.mark.parametrize(
+    "damage", ["empty", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "removed"))]
+)
+def test_a_cache_that_breaks_in_a_run_loses_no_step(make, check_resumed, part, damage, ranks):
+    settings = make(stream=False)
+
+    def damage_cache():
+        for file in (Path(settings.out) / "cache" / part).rglob("*.safetensors"):
+            DAMAGES[damage](file)
+
+    errors = fail(settings, ranks, at_step(FAILING, damage_cache))
+    assert all(kind in ("ReadError", "TrainingError") and "cache: " in text for kind, text in errors), errors
+    check_resumed(settings, ranks)
+
+
+def test_an_image_that_breaks_on_one_rank_alone_loses_no_step(make, check_resumed, monkeypatch):
+    settings = make()
+    real, calls = cache.read_image, []
+
+    def break_second_rank(rank):
+        def read_image(sample, *options):
+            calls.append(sample.name)
+            # A step has one microbatch of two images, and so has the start of a run under DDP.
+            if rank == 1 and len(calls) == 2 * FAILING + 4:
+                raise ReadError(f"{sample.name}: the disk is away")
+            return real(sample, *options)
+
+        monkeypatch.setattr(cache, "read_image", read_image)
+
+    errors = fail(settings, 2, before=break_second_rank)
+    assert [kind for kind, _ in errors] == ["ReadError"] * 2 and "the disk is away" in errors[0][1]
+    check_resumed(settings, 2)
+
+
+def after_calls(function, number, action):
+    """Return `function`, which calls `action` on its result in the call with that number, from 1 on."""
+    calls = []
+
+    def changed(*values, **options):
+        calls.append(1)
+        result = function(*values, **options)
+        return action(result) if len(calls) == number else result
+
+    return changed
+
+
+def raising(error):
+    def action(result):
+        raise error
+
+    return action
+
+
+def raise_in_backward(loss):
+    def hook(gradient):
+        raise torch.OutOfMemoryError("the gradients do not fit")
+
+    loss.register_hook(hook)
+    return loss
+
+
+def spoil_gradient(loss):
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
+
+
+FAILURES = {
+    "memory in the forward": raising(torch.OutOfMemoryError("the activations do not fit")),
+    "memory of the host": raising(MemoryError("no memory")),
+    "memory in the backward": raise_in_backward,
+    "interrupt": raising(KeyboardInterrupt()),
+    "bug": raising(ZeroDivisionError("a bug")),
+    "loss": lambda loss: loss * float("nan"),
+    "infinite loss": lambda loss: loss + float("inf"),
+    "gradient": spoil_gradient,
+}
+# The second microbatch of the step. A step has two.
+CALL = 2 * FAILING + 2
+
+
+@pytest.mark.parametrize("call", [CALL - 1, CALL], ids=["first", "last"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_before_the_optimizer_loses_no_step(make, check_resumed, monkeypatch, failure, call):
+    settings = make(stream=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, call, FAILURES[failure]))
+        ((kind, text),) = fail(settings, 1)
+    if "loss" in failure or failure == "gradient":
+        assert kind == "TrainingError" and f"in step {FAILING} the " in text and ".png" in text
+    check_resumed(settings)
+
+
+@pytest.mark.parametrize("method", [Method("full"), Method("controlnet", blocks=1), Method("full", weights="bfloat16")])
+def test_a_failure_loses_no_step_whatever_is_trained(make, check_resumed, tmp_path, monkeypatch, method):
+    settings = replace(make(stream=False), method=method, dtype=method.weights)
+    write_pictures(tmp_path / "loose", IMAGES, controls=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, raise_in_backward))
+        fail(settings, 1)
+    check_resumed(settings)
+
+
+def test_a_failed_step_frees_its_tensors_before_the_state_is_saved(make, monkeypatch):
+    import weakref
+
+    settings, alive = make(stream=False), []
+
+    def keep(loss):
+        big = torch.zeros(1000, requires_grad=True)
+        alive.append(weakref.ref(big))
+        # The graph of the loss holds `big`.
+        return raise_in_backward(loss + (big * big).sum())
+
+    real = train.export
+    at_save = []
+
+    def export(*values):
+        at_save.append([reference() is not None for reference in alive])
+        return real(*values)
+
+    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, keep))
+    monkeypatch.setattr(train, "export", export)
+    fail(settings, 1)
+    assert at_save == [[False]]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "came"])
+def test_a_failure_inside_the_optimizer_saves_nothing(make, check_resumed, monkeypatch, optimizer):
+    settings = make(stream=False, optimizer=replace(make().optimizer, name=optimizer))
+    settings = replace(settings, save_every=2)
+    real = train_state.step_optimizer
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
+        fail(settings, 1)
+    check_resumed(settings, step=2)
+
+
+@pytest.mark.parametrize("failure", ["memory in the forward", "bug", "loss", "gradient"])
+def test_a_failure_on_one_of_two_ranks_loses_no_step_under_ddp(make, check_resumed, monkeypatch, failure):
+    settings = make(stream=False)
+    real = train_state.batch_loss
+
+    def break_second_rank(rank):
+        if rank == 1:
+            # one microbatch in a step, and one at the start
+            monkeypatch.setattr(train_state, "batch_loss", after_calls(real, FAILING + 2, FAILURES[failure]))
+
+    first, second = fail(settings, 2, before=break_second_rank)
+    if failure == "gradient":
+        # The ranks sum their gradients, so all have the same.
+        assert [first[0], second[0]] == ["TrainingError"] * 2 and "not finite" in first[1]
+    else:
+        assert first[0] == "TrainingError" and first[1].startswith("training: rank 1 has failed (")
+        assert "the activations do not fit" in second[1] or "a bug" in second[1] or f"in step {FAILING}" in second[1]
+    check_resumed(settings, 2)
+
+
+@pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+@pytest.mark.parametrize("failure", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_loses_no_step_under_fsdp(make, check_resumed, monkeypatch, failure):
+    settings = make(stream=False, parallel="fsdp")
+    real = train_state.batch_loss
+
+    def break_second_rank(rank):
+        if rank == 1:
+            monkeypatch.setattr(train_state, "batch_loss", after_calls(real, FAILING + 1, FAILURES[failure]))
+
+    errors = fail(settings, 2, before=break_second_rank)
+    assert [kind for kind, _ in errors] == ["TrainingError"] * 2, errors
+    check_resumed(settings, 2)
+
+
+@pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+@pytest.mark.parametrize("method", [Method(rank=2), Method("full")], ids=["lora", "full"])
+def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, check_resumed, monkeypatch, method):
+    settings = make(stream=False, parallel="fsdp", method=method)
+
+    def make_failing(*values, **options):
+        state, calls = train_state.make_train_state(*values, **options), []
+
+        def count(*_):
+            calls.append(1)
+            # Gradient checkpointing runs each block twice, in two microbatches a step.
+            if len(calls) == 4 * FAILING + 3:
+                raise torch.OutOfMemoryError("a block does not fit")
+
+        state.transformer.transformer_blocks[-1].register_forward_pre_hook(count)
+        return state
+
+    def work(ranks):
+        monkeypatch.setattr(train, "make_train_state", make_failing)
+        train.train(settings, ranks=ranks)
+
+    ((kind, text, _),) = outcomes(1, work)
+    assert kind == "OutOfMemoryError" and "a block does not fit" in text
+    check_resumed(settings, LAUNCHED)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.skipif(OLD, reason="FSDP2"))])
+def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed, monkeypatch, parallel):
+    settings = make(parallel=parallel)
+    real = prepare.encode_images
+
+    def cancel_second_rank(rank):
+        calls = []
+
+        def encode_images(*values, poll):
+            calls.append(1)
+            if rank == 1 and len(calls) == 2 * FAILING + 1 + 2 * (parallel == "ddp"):
+                raise KeyboardInterrupt
+            return real(*values, poll=poll)
+
+        monkeypatch.setattr(prepare, "encode_images", encode_images)
+
+    errors = fail(settings, 2, before=cancel_second_rank)
+    assert [kind for kind, _ in errors] == ["KeyboardInterrupt"] * 2
+    check_resumed(settings, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_broken_image_is_named_again_by_each_start_of_a_streamed_run_and_the_state_stays(make, tmp_path, ranks):
+    settings = make()
+    data = Path(settings.phase[0].data[0])
+    shutil.copytree(data, tmp_path / "copy")
+    fail(settings, ranks, at_step(FAILING, lambda: damage_images(data, cut)))
+    state = {file.name: file.read_bytes() for file in newest(settings.out).iterdir() if file.is_file()}
+    for _ in range(2):
+        errors = fail(settings, ranks)
+        assert all("likewise" in text for _, text in errors), errors
+        assert {file.name: file.read_bytes() for file in newest(settings.out).iterdir() if file.is_file()} == state
+
+
+def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make, monkeypatch, caplog):
+    settings = make(stream=False)
+
+    def full_disk(*values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "export", full_disk)
+    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, FAILURES["bug"]))
+    with pytest.raises(OSError, match="No space left on device"):
+        train.train(settings)
+    assert "a bug" in caplog.text
+
+
+BROKEN = (1, 4, 6)
+
+
+def break_three(data, kind):
+    """Break three images in different ways; return their names."""
+    if kind != "tars":
+        files = sorted(data.glob("*.png"))
+        for index, damage in zip(BROKEN, (cut, change_pixels, lambda file: file.write_bytes(b"")), strict=True):
+            damage(files[index])
+        return [files[index].name for index in BROKEN]
+    names = []
+    for tar in sorted(data.glob("*.tar")):
+        with tarfile.open(tar) as archive:
+            members = [(member, archive.extractfile(member).read()) for member in archive]
+        with tarfile.open(tar, "w") as archive:
+            for number, (member, content) in enumerate(members):
+                if member.name.endswith(".png") and number in (0, 4):
+                    names.append(f"{tar.name}:{member.name}")
+                    content = content[: len(content) // 2]
+                    member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return names
+
+
+def list_in_jsonl(data):
+    lines = [
+        f'{{"file_name": "{file.name}", "text": "{file.with_suffix(".txt").read_text()}"}}\n'
+        for file in sorted(data.glob("*.png"))
+    ]
+    (data / "metadata.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["folder", "tars", "jsonl"])
+def test_one_error_names_all_broken_images_of_a_data_set(make, kind, ranks):
+    settings = make(kind="tars" if kind == "tars" else "folder", stream=False)
+    data = Path(settings.phase[0].data[0])
+    names = break_three(data, kind)
+    if kind == "jsonl":
+        list_in_jsonl(data)
+    for class_name, text in fail(settings, ranks):
+        assert class_name == "ReadError" and all(name in text for name in names), text
+        assert "\n" not in text and not find_states(Path(settings.out))
+
+
+def test_one_error_names_all_images_whose_pixels_alone_are_broken(make):
+    settings = make(stream=False)
+    files = sorted(Path(settings.phase[0].data[0]).glob("*.png"))
+    for index in BROKEN:
+        cut(files[index])
+    with pytest.raises(ReadError) as raised:
+        train.train(settings)
+    assert all(files[index].name in str(raised.value) for index in BROKEN) and "likewise 2 more" in str(raised.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_skip_broken_trains_on_the_other_images_as_if_there_were_no_others(make, tmp_path, caplog, ranks):
+    settings = make(stream=False, skip_broken=True)
+    data = Path(settings.phase[0].data[0])
+    names = break_three(data, "folder")
+    good = shutil.copytree(data, tmp_path / "good")
+    for name in names:
+        (good / name).unlink()
+        (good / name).with_suffix(".txt").unlink()
+    other = replace(
+        settings, out=f"{settings.out}-good", phase=(replace(settings.phase[0], data=(str(good),)),), skip_broken=False
+    )
+    run(settings, ranks)
+    run(other, ranks)
+    (lines, tensors), (expected_lines, expected) = results(settings.out), results(other.out)
+    assert lines == expected_lines and same(tensors, expected)
+    if ranks == 1:
+        said = [record.getMessage() for record in caplog.records if "skip_broken leaves out" in record.getMessage()]
+        assert all(any(name in line for line in said) for name in names), caplog.text
+
+
+def test_skip_broken_leaves_out_an_image_whose_mask_or_control_image_is_broken(make, tmp_path, caplog):
+    write_pictures(tmp_path / "loose", IMAGES, controls=True)
+    settings = make(stream=False, skip_broken=True, method=Method("controlnet", blocks=1))
+    files = sorted((tmp_path / "loose").glob("*[0-9].png"))
+    shutil.copy(files[2], tmp_path / "loose" / f"{files[2].stem}-mask.png")
+    cut(tmp_path / "loose" / f"{files[2].stem}-mask.png")
+    cut(tmp_path / "loose" / f"{files[5].stem}-control.png")
+    train.train(settings)
+    assert f"{files[2].name} (mask), {files[5].name} (control image)" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_skip_broken_leaves_out_the_broken_images_of_a_streamed_step(make, tmp_path, caplog, ranks):
+    """The loss and the gradients are the mean of the other images."""
+    settings = make(skip_broken=True, validation=Validation(every=2, share=0.25))
+    data = Path(settings.phase[0].data[0])
+    files = sorted(data.glob("*.png"))
+    for index in BROKEN:
+        cut(files[index])
+    run(settings, ranks)
+    lines = [line for line in lines_of(settings.out) if "loss" in line]
+    assert len(lines) == STEPS and all(0 < line["loss"] < 100 for line in lines)
+    assert ranks != 1 or all(files[index].name in caplog.text for index in BROKEN)
+    if ranks == 1:
+        return
+    alone = replace(settings, out=f"{settings.out}-alone")
+    run(alone)
+    for line, other in zip(lines, [line for line in lines_of(alone.out) if "loss" in line], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_a_streamed_step_without_its_broken_images_is_the_step_of_the_others(make):
+    """Indices decide about noise, so the same indices without the broken ones are the reference."""
+    from sana_core.training.ranks import ALONE
+    from sana_core.training.schedule import TrainProgress
+
+    settings = make(skip_broken=True)
+    files = sorted(Path(settings.phase[0].data[0]).glob("*.png"))
+    with torch.no_grad():
+        (data,), _ = prepare.prepare(
+            settings,
+            prepare.read_samples(settings, lambda: None),
+            torch.device("cpu"),
+            ALONE,
+            prepare.digest_models(settings, prepare.no_progress),
+            prepare.no_progress,
+            lambda: None,
+        )
+    errors = []
+    for group in ([[0, 1], [2, 3], [4, 5]], [[0], [2, 3]]):
+        state = train.load_state(settings, 3.0, ALONE)
+        errors.append(train_state.take_step(state, data, group, TrainProgress(), 1e-3))
+        errors.append({name: value.detach().clone() for name, value in state.parameters.items()})
+    for index in (1, 4, 5):
+        cut(files[index])
+    state = train.load_state(settings, 3.0, ALONE)
+    again = train_state.take_step(state, data, [[0, 1], [2, 3], [4, 5]], TrainProgress(), 1e-3)
+    assert again == errors[2] != errors[0]
+    assert all(torch.equal(value, errors[3][name]) for name, value in state.parameters.items())
+
+
+def test_skip_broken_refuses_a_step_and_a_data_set_of_which_nothing_is_left(make, tmp_path):
+    streamed, cached = make(skip_broken=True), make("cached", stream=False, skip_broken=True)
+    data = Path(streamed.phase[0].data[0])
+    damage_images(data, change_pixels)
+    with pytest.raises(SanaError, match="likewise 3 more"):
+        train.train(streamed)
+    with pytest.raises(InputError, match=r"^dataset: phase 1 has no image that can be read"):
+        train.train(cached)
+
+
+@pytest.mark.parametrize("fault", ["caption", "tar", "black mask", "folder"])
+def test_skip_broken_leaves_out_nothing_but_images_that_cannot_be_read(make, tmp_path, fault):
+    settings = make(kind="tars" if fault == "tar" else "folder", stream=False, skip_broken=True)
+    data = Path(settings.phase[0].data[0])
+    if fault == "caption":
+        next(data.glob("*.txt")).unlink()
+    elif fault == "tar":
+        cut(next(data.glob("*.tar")))
+    elif fault == "black mask":
+        from PIL import Image
+
+        file = next(data.glob("*.png"))
+        Image.new("L", Image.open(file).size).save(data / f"{file.stem}-mask.png")
+    else:
+        (data / "inner.tar.gz").write_bytes(b"x")
+    with pytest.raises(SanaError):
+        train.train(settings)
+
+
+def test_a_missing_image_is_named_and_a_run_goes_on_without_it(make, caplog):
+    settings = make(stream=False)
+    data = Path(settings.phase[0].data[0])
+    list_in_jsonl(data)
+    gone = sorted(data.glob("*.png"))[3]
+    gone.unlink()
+    with pytest.raises(MissingFileError, match=gone.name):
+        train.train(settings)
+    train.train(replace(settings, skip_broken=True))
+    assert "leaves out 1 images: metadata.jsonl line 4" in caplog.text or gone.name in caplog.text
+
+
+def test_other_faults_of_a_data_set_name_broken_images_as_well(tmp_path, monkeypatch):
+    write_pictures(tmp_path / "data", 4)
+    (tmp_path / "data" / "1-0.txt").unlink()
+    cut(tmp_path / "data" / "1-2.png")
+    with pytest.raises(InputError, match=r"^1-0.png: has no caption.*; likewise 1 more .*: 1-2.png$"):
+        dataset.read_dataset(tmp_path / "data")
+    # A large data set is not decoded for that.
+    monkeypatch.setattr(dataset, "CHECKED", -1.0)
+    with pytest.raises(InputError, match=r"^1-0.png: has no caption, .*; an empty one is none$"):
+        dataset.read_dataset(tmp_path / "data")
