@@ -1,4 +1,4 @@
-"""Train a LoRA, DoRA, LoKr or all weights, as a TOML file says. Ctrl+C saves; the same command goes on.
+"""Train a LoRA, DoRA, LoKr or all weights, as a TOML file says. Ctrl+C saves; the same command resumes.
 
 With --plan it only says what memory and time that takes, and what settings fit. Started by torchrun or accelerate
 launch, several processes train one model, as [parallel] in the file says.
@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, SanaError
 from .options import progress_line
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..training.run_log import Line
     from ..training.settings import TrainingSettings
 
+# Signals that save and end a run: Ctrl+C, the end of a service or job, a closed terminal, and Slurm's --signal. Windows
+# has only the first two.
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 # seconds in which signals are one wish to stop
 ONE_PRESS = 3.0
 EXAMPLE = """example:
@@ -77,13 +80,18 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         for write in writers:
             write(line)
         if "validation_loss" in line:
-            show(f"{describe_validation(line)}\n")
+            write_progress(f"{describe_validation(line)}\n")
             return
-        show(f"{eta.describe(line)} ")
+        write_progress(f"{eta.describe(line)} ")
 
     def progress(what: str, done: int, total: int) -> None:
         eta.restart()
-        show(f"{what}: {done} of {total} " + ("\n" if done == total else ""))
+        write_progress(f"{what}: {done} of {total} " + ("\n" if done == total else ""))
+
+    def write_progress(text: str) -> None:
+        # A closed terminal does not end a run that ignores SIGHUP.
+        with suppress(OSError):
+            show(text)
 
     with ExitStack() as stack:
         writers = [stack.enter_context(tensorboard_writer(out))] if tensorboard else []
@@ -151,10 +159,10 @@ def warn_of_memory(settings: TrainingSettings) -> None:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], None]]:
-    """Give a poll that cancels after the first Ctrl+C or SIGTERM, between two steps; a second one ends at once.
+    """Give a poll that cancels after the first of SIGNALS. A second Ctrl+C, or the same signal again, ends at once.
 
-    What comes within ONE_PRESS seconds is the first one: a launcher passes on the Ctrl+C that the terminal has already
-    sent to all.
+    Signals within ONE_PRESS seconds count as one: a launcher passes on the Ctrl+C that the terminal has already sent to
+    all processes.
     """
     asked: list[int] = []
     since = 0.0
@@ -162,28 +170,38 @@ def stopping() -> Iterator[Callable[[], None]]:
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal since
         if asked:
-            if time.monotonic() - since > ONE_PRESS:
-                before[number](number, frame)
+            # Slurm and service managers send another signal before SIGKILL. It does not interrupt the saving.
+            if number in (signal.SIGINT, asked[0]) and time.monotonic() - since > ONE_PRESS:
+                leave(number, frame)
             return
         since = time.monotonic()
         asked.append(number)
-        sys.stderr.write("\nstops after this step and saves; press Ctrl+C again to quit now\n")
+        # The terminal may be closed.
+        with suppress(OSError):
+            sys.stderr.write("\nstops and saves after this step; press Ctrl+C again to quit without waiting for it\n")
+
+    def leave(number: int, frame: FrameType | None = None) -> None:
+        handler = before[number]
+        if callable(handler):
+            handler(number, frame)
+        raise SystemExit(128 + number)
 
     def poll() -> None:
         if asked:
-            before[asked[0]](asked[0], None)
+            leave(asked[0])
 
     before: dict[int, Any] = {}
-    for each in (signal.SIGINT, signal.SIGTERM):
-        # what a shell starts in the background is not to hear of Ctrl+C
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            before[each] = signal.signal(each, ask)
+    for name in SIGNALS:
+        number = getattr(signal, name, None)
+        # A shell lets its background processes ignore SIGINT, and nohup lets its command ignore SIGHUP.
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, ask)
     try:
         yield poll
-    except RuntimeError:
-        # a launcher ends those whose peer has died, who then need not find out who it was
-        if asked:
-            before[asked[0]](asked[0], None)
+    except RuntimeError as error:
+        # A launcher has ended another process of the run as well, and this one has lost the connection to it.
+        if asked and not isinstance(error, SanaError):
+            leave(asked[0])
         raise
     finally:
         for number, handler in before.items():

@@ -1,5 +1,6 @@
 """SIGKILL at any moment, also while a state is written: what goes on ends where a run ends that nobody killed."""
 
+import os
 import random
 import signal
 import time
@@ -53,3 +54,119 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(tmp_path, checkpoint):
     done = log.read_text().count("grad_norm")
     assert (tmp_path / "out" / "steps" / f"step-{done:07d}" / "state.json").exists()
     assert not list((tmp_path / "out" / ".sana-batch").glob("run-*"))
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+STREAMED = {"stream": True, "save_every": 100}
+
+
+def saved_at(out, log):
+    steps = log.read_text().count("grad_norm")
+    return [folder.name for folder in (out / "steps").iterdir()] == [f"step-{steps:07d}"]
+
+
+def wait_for_steps(process, log, steps):
+    while process.poll() is None and (not log.exists() or log.read_text().count("grad_norm") < steps):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_while_a_streamed_run_encodes_saves_the_finished_steps(tmp_path, checkpoint, number):
+    write_pictures(tmp_path / "pictures", 6)
+    file = write_settings(tmp_path, checkpoint, "out", STREAMED, {"steps": 40})
+    out, encoding = tmp_path / "out", tmp_path / "encoding"
+
+    def encode_for_ever():
+        from sana_core.training import prepare
+
+        real, calls = prepare.encode_images, []
+
+        def encode_images(*values, poll):
+            calls.append(1)
+            while len(calls) == 4:
+                encoding.touch()
+                poll()
+                time.sleep(0.01)
+            return real(*values, poll=poll)
+
+        prepare.encode_images = encode_images
+
+    process = command("train", file, before=encode_for_ever)
+    while process.poll() is None and not encoding.exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number and "Traceback" not in said, said
+    assert saved_at(out, out / "log.jsonl") and (out / "steps" / "step-0000003").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_nohup_keeps_a_run_from_hearing_that_its_terminal_is_closed(tmp_path, checkpoint):
+    write_pictures(tmp_path / "pictures", 6)
+    file = write_settings(tmp_path, checkpoint, "out", {}, {"steps": 6})
+    process = command("train", file, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for_steps(process, tmp_path / "out" / "log.jsonl", 2)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate()
+    assert process.returncode == 0 and "stops" not in said, said
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no terminals of this kind")
+@pytest.mark.parametrize("ignored", [False, True], ids=["closed", "disowned"])
+def test_a_run_in_a_terminal_that_is_closed_loses_no_step(tmp_path, checkpoint, ignored):
+    """The kernel sends SIGHUP when a terminal goes away, after which nothing can be written to it."""
+    import pty
+
+    write_pictures(tmp_path / "pictures", 6)
+    file = write_settings(tmp_path, checkpoint, "out", {"save_every": 100}, {"steps": 30})
+    main, terminal = pty.openpty()
+    log = tmp_path / "out" / "log.jsonl"
+
+    def use_terminal():
+        import fcntl
+        import termios
+
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        os.close(main)
+        for number in range(3):
+            os.dup2(terminal, number)
+        os.close(terminal)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process = command("train", file, before=use_terminal)
+    os.close(terminal)
+    wait_for_steps(process, log, 3)
+    os.close(main)
+    process.communicate()
+    # 1: the run has ended, but the name of its result cannot be written.
+    assert process.returncode == (1 if ignored else 128 + signal.SIGHUP)
+    assert saved_at(tmp_path / "out", log)
+    assert (log.read_text().count("grad_norm") == 30) == ignored
+
+
+def test_a_second_signal_of_another_kind_does_not_interrupt_saving(monkeypatch):
+    from sana_core.commands import train
+
+    if not hasattr(signal, "SIGUSR1"):
+        pytest.skip("Windows has no SIGUSR1")
+    now, handlers = [100.0], {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with train.stopping() as poll:
+            signal.raise_signal(signal.SIGUSR1)
+            now[0] += train.ONE_PRESS + 1
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(SystemExit) as ended:
+                poll()
+            assert ended.value.code == 128 + signal.SIGUSR1
+            with pytest.raises(SystemExit):
+                signal.raise_signal(signal.SIGUSR1)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGUSR1) is handlers[signal.SIGUSR1]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
