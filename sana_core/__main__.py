@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (SanaError, OSError) as error:
-        sys.stderr.write(f"{on_one_line(str(error))}\n")
+        message = str(error) if isinstance(error, SanaError) else system_failure(error)
+        sys.stderr.write(f"{on_one_line(message)}\n")
         # All other images were written, so a script can tell this from a run that ended early.
         return 3 if isinstance(error, FailedImagesError) else 1
     except (RuntimeError, MemoryError) as error:
@@ -68,6 +69,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         sys.stderr.write(f"devices: {failure} ({on_one_line(first_line(error))}); {remedy}\n")
         return 1
+
+
+def system_failure(error: OSError) -> str:
+    """Return a line about an error of the operating system that no other code has named."""
+    name = "a file" if error.filename is None else f"{error.filename!s:.240}"
+    reason = error.strerror or type(error).__name__
+    return f"{name}: cannot be read or written ({reason}); check its name, its permissions and its disk"
 
 
 def on_one_line(text: str) -> str:

@@ -84,6 +84,10 @@ class FailedImagesError(SanaError, RuntimeError):
 
 def first_line(error: BaseException) -> str:
     """Return the class of an error of others and the first line of what it says: torch goes on with advice to
-    developers and traces. Triton begins with the kernel's own lines, and has what it says beside them."""
+    developers and traces. Triton begins with the kernel's own lines, and has what it says beside them. The number of a
+    system error is left out."""
     said = str(getattr(error, "error_message", None) or error).strip()
+    if isinstance(error, OSError) and error.strerror:
+        # Without the number that Python writes first.
+        said = error.strerror if error.filename is None else f"{error.strerror}: {error.filename!r}"
     return f"{type(error).__name__}: {(said.splitlines() or [''])[0]}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from .files import LARGEST_TEXT, REDOWNLOAD, Json, brief, read_bytes, read_json, shown
+from .files import LARGEST_TEXT, REDOWNLOAD, Json, brief, read_bytes, read_json, readable, shown
 from .headers import Header, Weights, read_header, read_sharded, read_tensors
 from .load import fill
 from .schemas import (
@@ -131,7 +131,9 @@ def read_config(folder: Path) -> Json:
 
 def check_folder(folder: Path) -> None:
     """Raise MissingFileError unless `folder` exists."""
-    if not folder.exists():
+    with readable(folder):
+        exists = folder.exists()
+    if not exists:
         raise MissingFileError(
             f"scorer: no folder {brief(folder.name)}, expected the folder of a CLIP model; check its spelling"
         )
@@ -139,10 +141,11 @@ def check_folder(folder: Path) -> None:
 
 def read_weights(folder: Path) -> Weights:
     """Return the headers of the folder's weights, one file or shards of this folder. Raises as `read_header` does."""
-    if (folder / WEIGHTS).exists():
-        return read_header(folder / WEIGHTS)
-    if (folder / INDEX).exists():
-        return read_sharded(folder / INDEX)
+    with readable(folder):
+        if (folder / WEIGHTS).exists():
+            return read_header(folder / WEIGHTS)
+        if (folder / INDEX).exists():
+            return read_sharded(folder / INDEX)
     raise MissingFileError(f"{folder.name}: no {WEIGHTS}; download it from the page of the model")
 
 

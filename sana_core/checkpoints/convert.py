@@ -9,7 +9,7 @@ import torch
 
 from ..errors import CheckpointError, ExistingFileError, InputError
 from ..model.known_models import RESOLUTIONS
-from ..runtime.atomic_files import output_file
+from ..runtime.atomic_files import is_taken, output_file
 from .checkpoint import CheckpointInfo
 from .detect import TOKENIZERS, inspect_checkpoint
 from .files import brief
@@ -44,7 +44,7 @@ def convert_checkpoint(
         raise InputError(
             f"target: got {brief(target.name)}, expected a name that ends with {' or '.join(SAFETENSORS)}; rename it"
         )
-    if target.exists():
+    if is_taken(target, "target"):
         raise ExistingFileError(f"target: {target} exists; choose another name")
     if resolution not in (None, *RESOLUTIONS):
         raise InputError(

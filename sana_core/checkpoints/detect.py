@@ -18,7 +18,7 @@ from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import Headers, architecture, autoencoder_name, contradiction, gemma_width, resolution_config
-from .files import Json, brief, parse_json, read_json, shown
+from .files import Json, brief, parse_json, read_json, readable, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
@@ -65,6 +65,12 @@ def inspect_checkpoint(path: Source) -> CheckpointInfo:
     if isinstance(path, CheckpointInfo):
         return path
     path = Path(path)
+    with readable(path):
+        return inspect_path(path)
+
+
+def inspect_path(path: Path) -> CheckpointInfo:
+    """As `inspect_checkpoint`. Raises OSError for a path that the operating system refuses."""
     if path.exists() and not path.is_dir():
         return inspect_file(path)
     if (path / "model_index.json").is_file():

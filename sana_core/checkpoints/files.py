@@ -10,13 +10,15 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from ..errors import CheckpointError, MissingFileError, ReadError
+from ..errors import CheckpointError, MissingFileError, ReadError, SanaError
 
 # a JSON object, as it was read or is to be written: a configuration, an index, metadata
 Json = dict[str, Any]
 
 REDOWNLOAD = "download it again"
 INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
+# characters of a file's name in an error
+LONGEST_NAME = 240
 # configurations and indexes of SANA's models have under 1 MB
 LARGEST_TEXT = 16_000_000
 LFS_POINTER = b"version https://git-lfs"
@@ -31,10 +33,32 @@ def shown(file: Path) -> str:
 
 
 def brief(value: object, length: int = 60) -> str:
-    """Return `value` for an error: in ASCII, on one line, no longer than `length`."""
+    """Return `value` for an error: in ASCII, on one line, no longer than `length`.
+
+    Of an error of the operating system only the reason is returned, without its number and the file's name.
+    """
+    if isinstance(value, OSError) and value.strerror:
+        value = value.strerror
     text = str(value) if isinstance(value, str | Exception) else repr(value)[: 10 * length]
     text = ascii(" ".join(text[: 10 * length].split()))[1:-1]
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise ReadError with the name of `path` where the operating system refuses an operation in this context.
+
+    Path.exists() raises for a name that is too long and for a path in a folder without permission.
+    """
+    try:
+        yield
+    except SanaError:
+        raise
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ReadError(
+            f"{brief(shown(path), LONGEST_NAME)}: cannot be read ({reason}); see its rights, its links and its disk"
+        ) from error
 
 
 @contextmanager
@@ -44,19 +68,17 @@ def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
     Raises MissingFileError, ReadError, and CheckpointError for what is no regular file: to open a pipe would wait for
     ever.
     """
-    try:
-        status = file.stat()
-        if not S_ISREG(status.st_mode):
-            raise CheckpointError(
-                f"{shown(file)}: got a folder, pipe or device, expected a regular file; put the file there instead"
-            )
-        with file.open("rb") as stream:
-            yield stream, status.st_size
-    except FileNotFoundError:
-        raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {REDOWNLOAD}") from None
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ReadError(f"{shown(file)}: cannot be read ({reason}); see its rights, its links and its disk") from error
+    with readable(file):
+        try:
+            status = file.stat()
+            if not S_ISREG(status.st_mode):
+                raise CheckpointError(
+                    f"{shown(file)}: got a folder, pipe or device, expected a regular file; put the file there instead"
+                )
+            with file.open("rb") as stream:
+                yield stream, status.st_size
+        except FileNotFoundError:
+            raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {REDOWNLOAD}") from None
 
 
 def read_bytes(file: Path, largest: int) -> bytes:

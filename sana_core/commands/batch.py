@@ -32,7 +32,7 @@ from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
 from ..runtime.user_files import read_user_file
-from .options import add_sampling_options, cluster_of, progress_line, settings_of, show_status
+from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch demo/prompts.txt --count 4 --out output \\
@@ -40,7 +40,7 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", type=Path, help="a text file in UTF-8, one prompt a line")
+    parser.add_argument("prompts", type=path_of, help="a text file in UTF-8, one prompt a line")
     add_sampling_options(parser)
     parser.add_argument(
         "--out-shared",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from ..checkpoints.convert import convert_checkpoint
+from .options import path_of
 
 EXAMPLE = """example:
   python -m sana_core convert Sana_1600M_1024px.pth Sana_1600M_1024px.safetensors --dtype bfloat16"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a file or folder of any layout")
-    parser.add_argument("target", type=Path, help="a .safetensors file, which must not exist yet")
+    parser.add_argument("source", type=path_of, help="a file or folder of any layout")
+    parser.add_argument("target", type=path_of, help="a .safetensors file, which must not exist yet")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: as stored")
     parser.add_argument("--resolution", type=int, help="pixels that the model was trained at, where the file is wrong")
 

@@ -22,7 +22,7 @@ from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.checks import check_number
 from ..runtime.image_files import WRITERS, levels
 from ..runtime.user_files import read_user_file
-from .options import progress_line
+from .options import path_of, progress_line
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -35,9 +35,11 @@ Latent writes it."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("latents", type=Path, help="a .safetensors or .latent file")
-    parser.add_argument("--checkpoint", required=True, help="a VAE file, or a folder or file that contains the VAE")
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for PNG files, or one .png or .tif")
+    parser.add_argument("latents", type=path_of, help="a .safetensors or .latent file")
+    parser.add_argument(
+        "--checkpoint", required=True, type=path_of, help="a VAE file, or a folder or file that contains the VAE"
+    )
+    parser.add_argument("--out", type=path_of, default=Path("output"), help="folder for PNG files, or one .png or .tif")
     parser.add_argument("--overwrite", action="store_true", help="replace images that are there")
     parser.add_argument("--method", choices=METHODS, default="auto")
     parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")

@@ -17,6 +17,7 @@ from ..doctor.report import SECONDS
 from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import output_file
 from ..runtime.checks import check_number
+from .options import path_of
 
 LARGEST_SECONDS = 1_000_000
 
@@ -29,14 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "paths",
         nargs="*",
-        type=Path,
+        type=path_of,
         default=(),
         metavar="PATH",
         help="model files, or folders of them, such as ComfyUI's models",
     )
     add("--device", default="", help="like cpu or cuda:0; default: the GPU, or the CPU")
     add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later; default: %(default).0f")
-    add("--json", type=Path, help="write the report into this file as well")
+    add("--json", type=path_of, help="write the report into this file as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 def tell(what: str) -> None:
     """Say what is checked next, if anybody can still read it."""
     with suppress(OSError):
-        sys.stderr.write(f"checking {what}\n")
+        # The name of a file may have a line break.
+        sys.stderr.write(f"checking {' '.join(what.split())}\n")
 
 
 def check_target(path: Path) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import sys
-from pathlib import Path
 
 from ..batch.local import local_devices
 from ..batch.plan import ImageSpec, batch_images
@@ -21,7 +20,7 @@ from ..runtime.image_files import LEVEL, levels
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
-from .options import add_sampling_options, choose_dtype, cluster_of, settings_of, show_status
+from .options import add_sampling_options, choose_dtype, cluster_of, path_of, settings_of, show_status
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
     parser.add_argument("--split", action="store_true", help="all devices of this machine share each image")
     parser.add_argument("--frames", type=int, help="a video of so many, by SANA-Video; --out is its file, as clip.mp4")
-    parser.add_argument("--first", type=Path, help="the image that the video begins with")
+    parser.add_argument("--first", type=path_of, help="the image that the video begins with")
     add_sampling_options(parser)
 
 

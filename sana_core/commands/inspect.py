@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.notes import checkpoint_notes
 from ..checkpoints.parts import describe
+from .options import path_of
 
 EXAMPLE = """example:
   python -m sana_core inspect demo/sana-posters"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders")
+    parser.add_argument("paths", nargs="+", type=path_of, metavar="PATH", help="files, or folders")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -21,13 +21,17 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add checkpoint, out, seed, count, best of N, chunk and devices, and the options whose values `settings_of` and
     `cluster_of` read."""
     add = parser.add_argument
-    add("--checkpoint", required=True, type=Path, help="a folder or file; on a cluster, of each machine")
-    add("--out", type=Path, default=Path("output"), help="folder for the PNG files")
+    add("--checkpoint", required=True, type=path_of, help="a folder or file; on a cluster, of each machine")
+    add("--out", type=path_of, default=Path("output"), help="folder for the PNG files")
     add("--seed", type=int, default=0, help="image i of each prompt uses seed + i")
     add("--count", type=int, default=1, help="images of each prompt")
     add("--best", type=int, metavar="K", help="keep only the best K of --of images of each prompt, by --scorer")
     add("--of", type=int, metavar="N", help="images of each prompt to choose from; image i uses seed + i")
-    add("--scorer", type=Path, help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt")
+    add(
+        "--scorer",
+        type=path_of,
+        help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt",
+    )
     add_settings(parser)
     add("--chunk", type=int, help="images that a device works on at once; 0, the default, finds a number that fits")
     add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
@@ -93,6 +97,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def path_of(text: str) -> Path:
+    """Return the path that is entered. An empty one, as of a variable that is not set, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty path, expected the path of a file or folder")
+    return Path(text)
+
+
 def resource_of(text: str) -> tuple[str, float]:
     """Return name and amount of "NAME=AMOUNT", a thousandth where none is said: many processes share one."""
     name, said, amount = text.partition("=")
@@ -118,11 +129,13 @@ def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
 
 def lora_of(text: str) -> tuple[str, float]:
     """Return file and strength of "file.safetensors=0.8", the strength 1 where none is said."""
-    file, said, strength = text.rpartition("=")
-    try:
-        return (file, float(strength)) if said else (text, 1.0)
-    except ValueError:
-        return text, 1.0
+    file, strength = text, 1.0
+    before, said, after = text.rpartition("=")
+    # A name may contain "=", too.
+    with suppress(ValueError):
+        file, strength = (before, float(after)) if said else (text, 1.0)
+    path_of(file)
+    return file, strength
 
 
 def choose_dtype(arguments: argparse.Namespace) -> str:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, SanaError
-from .options import progress_line
+from .options import path_of, progress_line
 
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
@@ -37,7 +37,9 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", type=Path, help="a TOML file; recipes/ has some, docs/training-command.md all keys")
+    parser.add_argument(
+        "settings", type=path_of, help="a TOML file; recipes/ has some, docs/training-command.md all keys"
+    )
     parser.add_argument("--wandb", action="store_true", help="also log to Weights & Biases, as its project sana")
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
@@ -110,6 +112,7 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     If the model's files do not exist and its name is the name of a released model, the plan is for that model. Raises
     as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
     """
+    from ..checkpoints.files import readable
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
@@ -121,7 +124,9 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     if card is not None:
         check_number("card", card, 1, 10_000)
     variant, lines = released_variant(settings.model), []
-    if variant is None or Path(settings.model).exists():
+    with readable(Path(settings.model)):
+        is_here = Path(settings.model).exists()
+    if variant is None or is_here:
         check_base(settings)
         base = read_base(settings)
     else:

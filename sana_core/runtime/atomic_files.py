@@ -240,18 +240,24 @@ def read_small(path: Path, largest: int = LARGEST_SMALL) -> bytes:
     return path.read_bytes()
 
 
+def is_taken(path: Path, field: str = "out") -> bool:
+    """Whether `path` exists, also as a link to nowhere. Raises OutputError for a path that cannot be a file."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise OutputError(
+            f"{field}: {str(path):.240} cannot be a file ({reason_of(error)}); choose another name or folder"
+        ) from None
+    return True
+
+
 def check_free(paths: Iterable[Path], replace: bool = False) -> None:
     """Raise ExistingFileError for the first of `paths` that exists. With `replace`, a regular file may exist."""
     for path in paths:
-        try:
-            # A link that leads nowhere also has the name.
-            path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
+        if not is_taken(path):
             continue
-        except OSError as error:
-            raise OutputError(
-                f"out: {str(path):.240} cannot be a file ({error.strerror}); choose another name or folder"
-            ) from None
         if not replace:
             raise ExistingFileError(f"out: {path} exists; choose another folder, or allow it with --overwrite")
         if path.exists() and not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISREG
 
 from ..errors import MissingFileError, ReadError
 
@@ -10,17 +11,22 @@ from ..errors import MissingFileError, ReadError
 def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> bytes:
     """Return the content of `file`, or its first `most` bytes.
 
-    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, or
-    ReadError for a folder and for a file that cannot be read.
+    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, and
+    ReadError for a folder, for a pipe, socket or device, and for a file that cannot be read.
     """
     shown = f"{str(file):.240}"
-    if file.is_dir():
-        raise ReadError(f"{field}: got the folder {shown}, expected {expected}; name a file")
     try:
+        if file.is_dir():
+            raise ReadError(f"{field}: got the folder {shown}, expected {expected}; name a file")
+        # Opening a pipe waits until another program writes into it, and /dev/zero never ends.
+        if not S_ISREG(file.stat().st_mode):
+            raise ReadError(f"{field}: got {shown}, a pipe, socket or device, expected {expected}; name a file")
         with file.open("rb") as stream:
             return stream.read(most)
     except FileNotFoundError:
         raise MissingFileError(f"{field}: no such file {shown}, expected {expected}; check its spelling") from None
+    except ReadError:
+        raise
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ReadError(f"{field}: {shown} cannot be read ({reason}); check its permissions") from None

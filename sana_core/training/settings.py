@@ -382,8 +382,13 @@ def check_fields(settings: Any, before: str = "") -> None:
         value = getattr(settings, name)
         if is_dataclass(value):
             check_fields(value, f"{name}.")
-        remedy = RENAME if hint in (Place, tuple[Place, ...]) else "write the text again"
+        is_path = hint in (Place, tuple[Place, ...])
+        remedy = RENAME if is_path else "write the text again"
+        # The default "" of a path means that it is not set. Other empty paths would be the current folder.
+        needs_path = is_path and getattr(type(settings), name, None) != ""
         for item in value if isinstance(value, tuple) else (value,):
+            if needs_path and item == "":
+                raise InputError(f"{before}{name}: got an empty path, expected the path of a file or folder; enter it")
             # Files get these texts in UTF-8, the first file long after the start.
             if isinstance(item, str):
                 check_text(before + name, item, remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -15,6 +16,8 @@ from ..runtime.user_files import read_user_file
 from .settings import Place, TrainingSettings, check_settings
 
 LARGEST_FILE = 1_000_000
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+SINGLE_QUOTES = "write a path with backslashes in single quotes, or with /"
 
 
 def read_settings(file: Path) -> TrainingSettings:
@@ -40,10 +43,18 @@ def parse_toml(data: bytes, name: str) -> Json:
     if len(data) > LARGEST_FILE:
         raise InputError(f"{name}: got more than {LARGEST_FILE} bytes, expected a TOML file; name another")
     try:
-        return tomllib.loads(data.decode())
+        # Windows editors put a byte order mark before the text.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: got a file that is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    try:
+        return tomllib.loads(text)
     # a deep nesting ends in RecursionError
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{name}: not TOML ({str(error) or 'nested too deeply'!s:.80}); correct that line") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        has_backslash = line is not None and "\\" in text.split("\n")[int(line[1]) - 1]
+        remedy = SINGLE_QUOTES if has_backslash else "correct that line"
+        raise InputError(f"{name}: not TOML ({str(error) or 'nested too deeply'!s:.80}); {remedy}") from None
 
 
 def parse(kind: type, table: object, name: str, folder: Path) -> Any:
@@ -65,7 +76,12 @@ def parse(kind: type, table: object, name: str, folder: Path) -> Any:
 def parse_value(kind: Any, value: object, name: str, folder: Path) -> Any:
     if get_origin(kind) is Annotated:
         found = parse_value(get_args(kind)[0], value, name, folder)
-        return str(folder / found) if kind == Place and found else found
+        if kind != Place or not found:
+            return found
+        if CONTROL.search(found):
+            # "D:\new\train" in double quotes
+            raise InputError(f"{name}: got {found!r:.80}, a path with a control character; {SINGLE_QUOTES}")
+        return str(folder / found)
     if is_dataclass(kind) and isinstance(kind, type):
         return parse(kind, value, name, folder)
     if get_origin(kind) is tuple:

@@ -357,7 +357,8 @@ def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_
     )
 
 
-def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint):
+def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"anything")
     closed("x.safetensors")
     done = command("decode", "x.safetensors", "--checkpoint", checkpoint)
     assert done.stderr == "latents: x.safetensors cannot be read (Permission denied); check its permissions\n"

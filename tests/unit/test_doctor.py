@@ -309,7 +309,7 @@ def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is
     check_files(report, [models])
     assert [line.what for line in report.lines if line.what == CYANOTYPE.name] == [CYANOTYPE.name]
     assert faults(report) == {
-        "folder 3": "PermissionError: [Errno 13] Permission denied: 'folder 3'",
+        "folder 3": "PermissionError: Permission denied: 'folder 3'",
         "gone.safetensors": faults(report)["gone.safetensors"],
     }
 

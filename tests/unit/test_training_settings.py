@@ -127,6 +127,19 @@ WRONG = {
     "dropout": (WHOLE + "[method]\nkind = 'lokr'\ndropout = 0.1", "dropout: got one with method lokr, expected lora"),
     "layers": (WHOLE + "[method]\nkind = 'full'\nlayers = '*'", "layers: got some with method full, expected lora"),
     "nested": ("a = " + "[" * 100_000, "not TOML"),
+    "a newline and a tab": (
+        WHOLE.replace('"pictures"', r'"D:\new\train"'),
+        "data: got .*, a path with a control character; write a path with backslashes in single quotes, or with /",
+    ),
+    "a Windows path in double quotes": (
+        WHOLE.replace('"model"', r'"C:\Users\me"'),
+        r"at line 2, column \d+\)\); write a path with backslashes in single quotes, or with /",
+    ),
+    "no model": (WHOLE.replace('"model"', '""'), "model: got an empty path, expected the path of a file or folder"),
+    "no out": (WHOLE.replace('"out"', '""'), "out: got an empty path, expected the path of a file or folder"),
+    "no data": (WHOLE.replace('"pictures"', '""'), "phase 1: data: got an empty path, expected the path of a file"),
+    "one empty path": (WHOLE.replace('"pictures"', "['d', '']"), "phase 1: data: got an empty path, expected the path"),
+    "no regularisation": (WHOLE + "regularisation = ''", "phase 1: regularisation: got an empty path, expected the"),
 }
 
 
@@ -187,6 +200,20 @@ def test_of_a_file_that_is_no_settings_no_more_is_read_than_tells_so(tmp_path):
     with file.open("wb") as stream:
         stream.truncate(2**40)
     with pytest.raises(InputError, match="^model.safetensors: got more than 1000000 bytes, expected a TOML file"):
+        read_settings(file)
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_byte_order_mark_before_the_settings_is_skipped(tmp_path, ends):
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + ends.join([*WHOLE.splitlines(), ""]).encode())
+    assert read_settings(file).phase[0].data == read_settings(write(tmp_path, WHOLE)).phase[0].data
+
+
+def test_settings_in_another_encoding_are_named(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_bytes(WHOLE.encode("utf-16"))
+    with pytest.raises(InputError, match="^run.toml: got a file that is not UTF-8 at byte 0; save it as UTF-8$"):
         read_settings(file)
 
 
