@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..checkpoints.files import brief
 from ..checkpoints.fingerprint import digest_json
-from ..errors import InputError, VersionError
+from ..errors import VersionError, first_line
 from ..runtime.atomic_files import make_folder
 from ..training.run_log import Line
-from ..training.runs import stranger, writing
+
+logger = logging.getLogger(__name__)
 
 WriteLine = Callable[[Line], None]
 BOARD = "tensorboard"
@@ -23,7 +25,8 @@ SCALARS = ("loss", "learning_rate", "grad_norm", "validation_loss")
 def tensorboard_writer(out: Path) -> Iterator[WriteLine]:
     """Give a function that writes a line of the log into a new file in `out`/tensorboard.
 
-    Raises VersionError without tensorboard, ExistingFileError for a file in the folder's place, and OutputError.
+    The file is created for the first line, because a training that is refused must leave nothing behind. Raises
+    VersionError without tensorboard.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -32,32 +35,29 @@ def tensorboard_writer(out: Path) -> Iterator[WriteLine]:
     except ImportError as error:
         raise VersionError(f"tensorboard: cannot be imported ({error!s:.80}); pip install tensorboard") from None
     folder = out / BOARD
-    if folder.exists() and not folder.is_dir():
-        raise stranger(folder)
-    # torch's SummaryWriter would put the machine's name and the process id into the file's name.
-    file = folder / f"events.out.tfevents.{time.time_ns()}"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        stream = file.open("xb", buffering=0)
-    with stream:
-        records = RecordWriter(stream)
+    records: RecordWriter | None = None
+    with ExitStack() as stack:
 
         def write(line: Line) -> None:
+            nonlocal records
+            if records is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                # torch's SummaryWriter would put the machine's name and the process id into the file's name.
+                file = folder / f"events.out.tfevents.{time.time_ns()}"
+                records = RecordWriter(stack.enter_context(file.open("xb", buffering=0)))
+                records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
             values = [Summary.Value(tag=name, simple_value=value) for name, value in line.items() if name in SCALARS]
             event = Event(wall_time=time.time(), step=line["step"], summary=Summary(value=values))
-            with writing(file):
-                records.write(event.SerializeToString())
+            records.write(event.SerializeToString())
 
-        with writing(file):
-            records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        yield write
+        yield optional("tensorboard", write)
 
 
 @contextmanager
 def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
     """Give a function that sends a line of the log to Weights & Biases, always to the same run for the folder `out`.
 
-    Raises VersionError without wandb or for one that is too old, and InputError where it cannot start.
+    Raises VersionError without wandb or for one that is too old, and OutputError where `out` cannot be written.
     """
     try:
         import wandb
@@ -76,12 +76,45 @@ def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
     try:
         # Without `dir`, wandb's files, which contain paths, are in ./wandb and not in the run's folder.
         run = wandb.init(project="sana", name=name, id=run_id, resume="allow", settings=settings)
-    except wandb.Error as error:
-        raise InputError(
-            f"wandb: cannot start ({brief(error)}); run wandb login, set WANDB_MODE=offline, or leave out --wandb"
-        ) from None
-    with run:
-        yield lambda line: run.log(dict(line), line["step"])
+    except Exception as error:  # errors of wandb, of the network, and of a folder that cannot be written
+        warn("wandb", error, "run wandb login, or set WANDB_MODE=offline")
+        yield lambda line: None
+        return
+    exit_code = 1
+    try:
+        yield optional("wandb", lambda line: run.log(dict(line), line["step"]))
+        exit_code = 0
+    finally:
+        try:
+            run.finish(exit_code)
+        except Exception as error:
+            warn("wandb", error, "see its log in ./wandb")
+
+
+def optional(name: str, write: WriteLine) -> WriteLine:
+    """Return `write` for a dashboard on which the training does not depend: after a failure it warns and then stops."""
+    has_failed = False
+
+    def write_or_warn(line: Line) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        try:
+            write(line)
+        # wandb's process may have ended, which is a BrokenPipeError, and a disk may be full.
+        except Exception as error:
+            has_failed = True
+            warn(name, error, "see the disk and the network")
+
+    return write_or_warn
+
+
+def warn(name: str, error: Exception, remedy: str) -> None:
+    """Warn in one line that a dashboard gets no more lines."""
+    logger.warning(
+        "%s: it gets no lines (%s); the training continues, and log.jsonl has all of them; %s",
+        *(name, brief(first_line(error), 200), remedy),
+    )
 
 
 def log_only_settings() -> object:
