@@ -73,18 +73,22 @@ def scheduler_of(info: CheckpointInfo) -> Scheduler:
     ]
     if not known_order:
         unknown.append(f"solver_order {brief(order)}")
-    # Only steps of order 2 come in two types.
-    if sampler != "flow_dpmpp_2m":
+    # Steps of order 2 come in two types. Order 3 has such steps, too: the second and the last but one.
+    if sampler == "flow_dpmpp_1":
         unknown = [setting for setting in unknown if not setting.startswith("solver_type ")]
     return Scheduler(sampler, tuple(unknown))
 
 
 def scheduler_notes(info: CheckpointInfo) -> list[str]:
     """Return lines for the user where the scheduler of the image transformer `info` is not SANA's usual one."""
-    sampler, unknown = scheduler_of(info)
+    sampler = scheduler_of(info).sampler
     lines = []
     if sampler != DEFAULTS.sampler:
         lines.append(f"scheduler: saved with {sampler}; choose that sampler, or switch model_defaults on")
-    if unknown:
-        lines.append(f"scheduler: {', '.join(unknown)} not available; images differ from diffusers' images")
-    return lines
+    return lines + unavailable_notes(info)
+
+
+def unavailable_notes(info: CheckpointInfo) -> list[str]:
+    """Return a line if the scheduler of the image transformer `info` has settings that this package does not have."""
+    unknown = scheduler_of(info).unknown
+    return [f"scheduler: {', '.join(unknown)} not available; images differ from diffusers' images"] if unknown else []

@@ -241,6 +241,14 @@ def refuse_code(name: str, config: Json) -> None:
         )
 
 
+# The field of the shift in the configuration of each of diffusers' scheduler classes.
+SHIFT_FIELDS = {
+    "DPMSolverMultistepScheduler": "flow_shift",
+    "FlowMatchEulerDiscreteScheduler": "shift",
+    "UniPCMultistepScheduler": "flow_shift",
+}
+
+
 def read_shift(file: Path) -> float | None:
     """Return the shift in a scheduler's configuration, None where it has none.
 
@@ -248,7 +256,9 @@ def read_shift(file: Path) -> float | None:
     refuses.
     """
     config = read_json(file)
-    shift = config.get("flow_shift", config.get("shift"))
+    field = SHIFT_FIELDS.get(str(config.get("_class_name")))
+    # diffusers ignores the other field of the two, and has the default 1.
+    shift = config.get("flow_shift", config.get("shift")) if field is None else config.get(field, 1.0)
     if shift is not None and not number(*SHIFTS)(shift):
         raise CheckpointError(
             f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; "

@@ -32,7 +32,7 @@ from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
 from ..runtime.user_files import read_user_file
-from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_status
+from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_scheduler, show_status
 
 EXAMPLE = """example:
   python -m sana_core batch demo/prompts.txt --count 4 --out output \\
@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
     workload = Workload(prompts, batch_images(len(prompts), count, arguments.seed), arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
+    show_scheduler(arguments.checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)

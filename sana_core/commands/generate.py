@@ -20,7 +20,7 @@ from ..runtime.image_files import LEVEL, levels
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
-from .options import add_sampling_options, choose_dtype, cluster_of, path_of, settings_of, show_status
+from .options import add_sampling_options, choose_dtype, cluster_of, path_of, settings_of, show_scheduler, show_status
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
     options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
     where = arguments.devices, cluster_of(arguments), arguments.split
+    show_scheduler(arguments.checkpoint)
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ..batch.local import local_devices
 from ..batch.pipeline import DTYPES, SamplingSettings
+from ..checkpoints import inspect_checkpoint
+from ..checkpoints.schedulers import unavailable_notes
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
@@ -155,6 +157,14 @@ def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
     own = {name: said[name] for name in SamplingSettings._fields if name in said}
     own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments)}
     return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
+
+
+def show_scheduler(checkpoint: Path) -> None:
+    """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
+    for part in inspect_checkpoint(checkpoint).parts:
+        if part.kind == "transformer":
+            for line in unavailable_notes(part):
+                show_status(line)
 
 
 def show_status(text: str) -> None:

@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from tiny import library_pipeline
 
 import sana_core
+from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
+from sana_core.checkpoints.load import shift_of
 from sana_core.checkpoints.notes import LOWER_CASE, checkpoint_notes
 
 EULER, DPM = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
@@ -41,6 +43,9 @@ FOLLOWED = [
     (DPM, {"solver_order": 2}, "flow_dpmpp_2m"),
     (DPM, {"solver_order": 3}, "flow_dpmpp_3m"),
     (DPM, {"solver_order": 3, "flow_shift": 5.0}, "flow_dpmpp_3m"),
+    # diffusers reads one of the two shifts.
+    (EULER, {"shift": 5.0, "flow_shift": 2.0}, "flow_euler"),
+    (DPM, {"shift": 5.0, "flow_shift": 2.0}, "flow_dpmpp_2m"),
 ]
 
 
@@ -64,6 +69,7 @@ def test_images_of_a_folder_are_those_of_diffusers_with_its_scheduler(copy, name
     "name, settings, words",
     [
         (DPM, {"solver_type": "heun"}, "solver_type heun"),
+        (DPM, {"solver_type": "heun", "solver_order": 3}, "solver_type heun"),
         (DPM, {"final_sigmas_type": "sigma_min"}, "final_sigmas_type sigma_min"),
         (DPM, {"num_train_timesteps": 500}, "num_train_timesteps 500"),
         (DPM, {"algorithm_type": "sde-dpmsolver++"}, "algorithm_type sde-dpmsolver++"),
@@ -97,3 +103,36 @@ def test_the_usual_scheduler_and_a_file_alone_have_no_line(copy):
     for path in (file, file.with_name("config.json")):
         path.rename(alone / path.name)
     assert load_file(alone / file.name) and notes_of(alone) == []
+
+
+@pytest.mark.parametrize("name, other", [(DPM, "shift"), (EULER, "flow_shift")])
+def test_the_shift_of_another_class_is_ignored_as_by_diffusers(copy, name, other):
+    set_scheduler(copy, name)
+    file = copy / "scheduler" / "scheduler_config.json"
+    config = json.loads(file.read_text())
+    config.pop("shift" if name == EULER else "flow_shift")
+    file.write_text(json.dumps({**config, other: 5.0}))
+    scheduler = library_pipeline(copy).scheduler
+    theirs = scheduler.config["shift" if name == EULER else "flow_shift"]
+    assert shift_of(sana_core.inspect_checkpoint(copy)) == theirs == 1.0
+
+
+def test_order_3_of_diffusers_depends_on_the_type_of_its_steps_of_order_2(copy):
+    images = []
+    for kind in ("midpoint", "heun"):
+        set_scheduler(copy, DPM, solver_order=3, solver_type=kind)
+        pipeline = library_pipeline(copy)
+        images.append(drawn_by(pipeline, "a red circle", num_inference_steps=6, output_type="pt"))
+    assert (images[0] - images[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_a_command_says_once_what_of_the_scheduler_is_not_available(copy, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square")
+    set_scheduler(copy, DPM, solver_type="heun")
+    prompts = ["prompts.txt"] if command == "batch" else ["a red circle", "a blue square"]
+    size = ["--width", "32", "--height", "32", "--steps", "1", "--devices", "cpu", "cpu"]
+    assert main([command, *prompts, "--checkpoint", str(copy), *size]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("scheduler: ")]
+    assert lines == ["scheduler: solver_type heun not available; images differ from diffusers' images"]
