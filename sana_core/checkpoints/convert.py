@@ -54,6 +54,10 @@ def convert_checkpoint(
     parts = info.parts or (info,)
     if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
         raise CheckpointError(f"{info.name}: got {describe(info)}, expected a SANA model; choose another file")
+    if resolution is not None and not any(part.kind in ("transformer", "controlnet") for part in parts):
+        raise InputError(
+            f"resolution: got {resolution} for {describe(info)}, expected a transformer or a ControlNet; leave it out"
+        )
     tensors, configs, lines = {}, {}, []
     for part in parts:
         own, configs[part.kind] = component(part, dtype, resolution)

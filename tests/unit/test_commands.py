@@ -215,6 +215,10 @@ def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
             ["sana.pth", "out.safetensors", "--resolution", 999],
             "resolution: got 999, expected one of 512, 1024, 2048, 4096",
         ),
+        (
+            [ROOT / "tests/models/sana-tiny/vae", "out.safetensors", "--resolution", 2048],
+            "resolution: got 2048 for a DC-AE (dc-ae-f32c32), expected a transformer or a ControlNet; leave it out",
+        ),
         (["gone", "out.safetensors"], "gone: no such file or folder, expected a model; check its spelling"),
         (["other.safetensors", "out.safetensors"], "other.safetensors: got tensors named a, expected a SANA model"),
     ],
