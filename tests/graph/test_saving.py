@@ -1,10 +1,14 @@
 """What ComfyUI's nodes save loads again as it was: configuration, size, schedule, reference, tokenizer, preview."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
 from sana_core import inspect_checkpoint
 from sana_core.checkpoints.headers import read_file
+from sana_core.checkpoints.schedulers import scheduler_of
 
 BUNDLED = "sana-tiny"
 DRAWN = {"sampler": "flow_dpmpp_2m", "steps": 3}
@@ -89,3 +93,29 @@ def test_a_configuration_of_other_bytes_is_refused(host, put, saved):
         broken = put("diffusion_models", f"broken-{len(value)}.safetensors", {**tensors, key: value})
         with pytest.raises(ValueError, match=reason):
             inspect_checkpoint(host.models / "diffusion_models" / broken)
+
+
+@pytest.mark.parametrize(
+    "settings, sampler",
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}, "flow_euler"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 3.0, "solver_order": 3}, "flow_dpmpp_3m"),
+    ],
+)
+def test_a_saved_model_keeps_the_sampler_of_its_folder(host, saved, checkpoint, base_graph, settings, sampler):
+    folder = shutil.copytree(checkpoint, host.models / "diffusers" / "its-sampler")
+    try:
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+        load = ("SanaNodesLoader", {"model": folder.name})
+        file = saved("ModelSave", "diffusion_models", load, model=["load", 0])
+        info = inspect_checkpoint(host.models / "diffusion_models" / file)
+        assert scheduler_of(info).sampler == sampler
+        latents = []
+        for model in (load, ("SanaNodesModelLoader", {"model_name": file})):
+            graph = base_graph(steps=3, sampler="flow_dpmpp_2m", model_defaults=True)
+            graph["sampled"] = model
+            graph["sample"][1]["model"] = ["sampled", 0]
+            latents.append(host.run(graph)["latent"]["samples"])
+        assert torch.equal(*latents)
+    finally:
+        shutil.rmtree(folder)
