@@ -245,6 +245,7 @@ def refuse_code(name: str, config: Json) -> None:
 SHIFT_FIELDS = {
     "DPMSolverMultistepScheduler": "flow_shift",
     "FlowMatchEulerDiscreteScheduler": "shift",
+    "FlowMatchHeunDiscreteScheduler": "shift",
     "UniPCMultistepScheduler": "flow_shift",
 }
 

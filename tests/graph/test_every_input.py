@@ -17,9 +17,8 @@ from in_process import NodeError
 from loading import component, random_controlnet
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from shapes import combinations, draw_scene, prompt, random_scene
 from variants import SPRINT, make_variant
-
-from demo.pictures import combinations, draw_scene, prompt, random_scene
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LINKS = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
