@@ -4,6 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.batch.prompts import split_prompts
 from ..sana_core.errors import InputError
 from ..sana_core.model.latents import LARGEST_BATCH
 from ..sana_core.runtime.checks import check_text
@@ -53,7 +54,7 @@ class SanaNodesPromptList(io.ComfyNode):
         from .host.report import show_under_node
 
         check_links(clip=clip[0])
-        lines = [line.strip() for text in prompts for line in text.splitlines() if line.strip()]
+        lines = [line for text in prompts for line in split_prompts(text)]
         if not 1 <= len(lines) <= LARGEST_BATCH:
             raise InputError(f"prompts: got {len(lines)} prompts, expected 1 to {LARGEST_BATCH}; write one a line")
         for line in lines:

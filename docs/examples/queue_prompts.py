@@ -45,10 +45,11 @@ def graph_of(prompts: list[str], options: argparse.Namespace) -> dict:
 def read_prompts(file: Path) -> list[str]:
     """Return the lines of `file` that are not empty. Ends the program if there are none, or it cannot be read."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Reading a text turns \r\n and \r into \n. str.splitlines would also split prompts at U+2028 and form feeds.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         sys.exit(f"{file}: cannot be read ({error}); give a text file in UTF-8, one prompt a line")
-    prompts = [line.strip() for line in lines if line.strip()]
+    prompts = [line for text in lines if (line := text.strip().removeprefix("\ufeff").strip())]
     return prompts or sys.exit(f"{file}: got no prompt, expected one a line; write some")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import comfy.model_management
 import torch
 
+from ...sana_core.batch.prompts import split_prompts
 from ...sana_core.checkpoints import inspect_checkpoint
 from ...sana_core.checkpoints.headers import read_file
 from ...sana_core.errors import InputError
@@ -136,8 +137,7 @@ def make_settings(
     check_parts(model, clip, vae)
     _, _, _, reference, _ = loaded_from(model)
     tables = tables_of({**chosen.values, **values})
-    lines = values.get("validation_prompts", "").splitlines()
-    prompts = tuple(line.strip() for line in lines if line.strip())
+    prompts = tuple(split_prompts(values.get("validation_prompts", "")))
     if not tables["validation"]["every"]:
         prompts = ()
     return check_settings(

@@ -23,6 +23,7 @@ from ..batch.pipeline import SamplingSettings, resolve_settings
 from ..batch.plan import FailedImage, ImageSpec, Workload, batch_images, failed_images
 from ..batch.png import describe_settings, encode_png, file_name
 from ..batch.progress import Progress, WorkerReport
+from ..batch.prompts import read_prompts
 from ..batch.writers import Writers, default_threads
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
@@ -31,7 +32,6 @@ from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
-from ..runtime.user_files import read_user_file
 from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_scheduler, show_status
 
 EXAMPLE = """example:
@@ -48,22 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="all machines of the cluster have the folder: each writes there itself",
     )
     parser.add_argument("--report", action="store_true", help="say at the end which worker made how many, and how fast")
-
-
-def read_prompts(file: Path) -> list[str]:
-    """Return the lines of `file` that are not empty.
-
-    Raises InputError if there are none and if the file is not UTF-8, MissingFileError, and ReadError.
-    """
-    content = read_user_file("prompts", file, "a text file with one prompt a line")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"prompts: {file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise InputError(f"prompts: {file} holds no prompt; write one a line")
-    return prompts
 
 
 def run(arguments: argparse.Namespace) -> None:

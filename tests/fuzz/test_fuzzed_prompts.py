@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sana_core
 from sana_core.batch.png import encode_png, is_damaged, read_entry
-from sana_core.commands.batch import read_prompts
+from sana_core.batch.prompts import read_prompts
 from sana_core.model.text import MAX_TOKENS, read_prompt
 
 PIECES = st.sampled_from(

@@ -81,6 +81,15 @@ def test_a_prompt_list_says_which_prompt_was_cut_and_how_many_more(encode, note)
     assert embeds.shape == (4, 300, 64)
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_a_prompt_list_splits_lines_only_at_line_ends(encode, note, inside):
+    prompts = f"\ufeffa red{inside}circle\r\na blue cross\ra star"
+    embeds, _ = encode(prompts, node="SanaNodesPromptList", field="prompts")
+    assert note() == "3 prompts"
+    alone, _ = encode("a blue cross")
+    assert torch.equal(embeds[1:2], alone)
+
+
 def test_core_s_encoder_cuts_a_long_prompt_and_says_so(encode, told):
     embeds, mask = encode(LONG, None, "CLIPTextEncode")
     assert any("9701 of 10001 tokens were cut: SANA reads 300" in text for _, text in told)

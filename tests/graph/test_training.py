@@ -310,7 +310,7 @@ def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, train
 def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
     seen = []
     watched(lambda value, total, preview: seen.append((value, total, preview)))
-    host.run(training_graph(name="shown", validation_prompts="a\nb", validate_every=2, draw=2))
+    host.run(training_graph(name="shown", validation_prompts="a\u2028cat\r\nb", validate_every=2, draw=2))
     assert [value for value, total, _ in seen if total == 6][-1] == 6
     previews = {value: preview for value, total, preview in seen if total == 6 and preview is not None}
     # of each validation at once, however soon after the last curve
