@@ -44,6 +44,8 @@ def graph_of(prompts: list[str], options: argparse.Namespace) -> dict:
 
 def read_prompts(file: Path) -> list[str]:
     """Return the lines of `file` that are not empty. Ends the program if there are none, or it cannot be read."""
+    if file.suffix.lower() in (".csv", ".tsv", ".json", ".jsonl", ".ndjson"):
+        sys.exit(f"{file}: got a {file.suffix} file, expected a text file with one prompt a line; write one")
     try:
         # Reading a text turns \r\n and \r into \n. str.splitlines would also split prompts at U+2028 and form feeds.
         lines = file.read_text(encoding="utf-8-sig").split("\n")

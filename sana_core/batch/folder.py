@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from stat import S_ISREG
 from types import MappingProxyType
@@ -41,7 +42,8 @@ class OutputFolder:
     def __init__(self, held: Hold, prompts: Sequence[str], settings: Json) -> None:
         self.held, self.path, self.prompts, self.settings = held, held.folder, prompts, settings
         self.entries: dict[str, Json] = {}
-        # For each run in this folder: number of prompts, first seed, images per prompt.
+        # For each run in this folder, and consecutive prompts with the same seed: the first prompt, the prompt after
+        # the last one, the seed, and the images per prompt.
         self.claims: list[list[int]] = []
         # The version of the manifest that this run has read or written. None: there is no manifest.
         self.manifest = ManifestVersion.read(self.path / MANIFEST)
@@ -88,8 +90,8 @@ class OutputFolder:
                 raise self.mismatch(file, entry, entry.get("settings", self.settings), self.prompts[image.prompt])
             done.add(image.number)
             self.entries[name] = {**self.entry(image), **chosen(entry), "sha256": digest}
-        new_claim = [len(self.prompts), images[0].seed, len(images) // len(self.prompts)]
-        self.claims = [*(claim for claim in self.claims if claim != new_claim), new_claim]
+        claims = [*map(tuple, self.claims), *claims_of(images)]
+        self.claims = [list(claim) for claim in dict.fromkeys(claims)]
         self.write_manifest()
         return frozenset(done)
 
@@ -109,8 +111,8 @@ class OutputFolder:
         It would have stopped if another file had had this name, so the file is ours.
         """
         return any(
-            image.prompt < prompts and (image.seed - seed) % (LARGEST_SEED + 1) < count
-            for prompts, seed, count in self.claims
+            first <= image.prompt < end and (image.seed - seed) % (LARGEST_SEED + 1) < count
+            for first, end, seed, count in self.claims
         )
 
     def entry(self, image: ImageSpec) -> Json:
@@ -159,6 +161,14 @@ class OutputFolder:
         self.manifest = ManifestVersion.of(path, data)
 
 
+def claims_of(images: Sequence[ImageSpec]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield a claim for each group of consecutive prompts with the same seed. `images` are all images of a batch."""
+    count = sum(image.prompt == images[0].prompt for image in images)
+    for seed, group in groupby(images[::count], key=lambda image: image.seed):
+        prompts = [image.prompt for image in group]
+        yield prompts[0], prompts[-1] + 1, seed, count
+
+
 def chosen(entry: Json) -> Json:
     """Return score and rank of an image that was chosen by its score. Empty for other images."""
     return {name: entry[name] for name in CHOSEN if name in entry}
@@ -177,7 +187,9 @@ def read_manifest(folder: Path) -> Json:
         document = parse_finite(patiently(path.read_bytes))
         settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
         ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())
-        ours = ours and all([type(number) for number in claim] == [int] * 3 for claim in claims)
+        # Claims of older versions begin at the first prompt.
+        claims = [[0, *claim] if len(claim) == 3 else claim for claim in claims]
+        ours = ours and all([type(number) for number in claim] == [int] * 4 for claim in claims)
     except FileNotFoundError:
         return {"settings": {}, "claims": [], "pictures": {}}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -59,18 +59,21 @@ def failed_images(failed: dict[int, str], remedy: str) -> FailedImagesError:
     )
 
 
-def batch_images(prompts: int, count: int, seed: int) -> list[ImageSpec]:
-    """Return `count` images of each of `prompts` prompts; image i of a prompt has seed + i.
+def batch_images(prompts: int, count: int, seed: int | Sequence[int]) -> list[ImageSpec]:
+    """Return `count` images of each of `prompts` prompts. Image i of a prompt has seed + i.
 
-    Raises InputError for no prompts, a count that is not from 1 to 100000, and a seed that is not from 0 to 2^64 - 1.
+    `seed` is one number, or a number for each prompt. Raises InputError for no prompts, a count that is not from 1 to
+    100000, and a seed that is not from 0 to 2^64 - 1.
     """
     if prompts < 1:
         raise InputError("prompts: got none, expected at least one")
     check_whole("count", count, 1, LARGEST_COUNT)
-    check_whole("seed", seed, 0, LARGEST_SEED)
+    seeds = seed if isinstance(seed, Sequence) else [seed] * prompts
+    for first_seed in dict.fromkeys(seeds):
+        check_whole("seed", first_seed, 0, LARGEST_SEED)
     return [
-        ImageSpec(prompt * int(count) + i, prompt, (int(seed) + i) % 2**64)
-        for prompt in range(prompts)
+        ImageSpec(prompt * int(count) + i, prompt, (int(first_seed) + i) % 2**64)
+        for prompt, first_seed in zip(range(prompts), seeds, strict=True)
         for i in range(int(count))
     ]
 

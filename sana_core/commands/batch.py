@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -40,7 +39,11 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", type=path_of, help="a text file in UTF-8, one prompt a line")
+    parser.add_argument(
+        "prompts",
+        type=path_of,
+        help="a text file in UTF-8 with one prompt a line; or a .csv, .tsv, .json or .jsonl with prompts and seeds",
+    )
     add_sampling_options(parser)
     parser.add_argument(
         "--out-shared",
@@ -57,7 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
     if best and arguments.out_shared:
         raise InputError("out-shared: got it with best, whose images are chosen on this machine; leave one of them out")
     prompts, count = read_prompts(arguments.prompts), best.of if best else arguments.count
-    workload = Workload(prompts, batch_images(len(prompts), count, arguments.seed), arguments.chunk)
+    seeds = [arguments.seed if prompt.seed is None else prompt.seed for prompt in prompts]
+    images = batch_images(len(prompts), count, seeds)
+    workload = Workload([prompt.text for prompt in prompts], images, arguments.chunk)
     settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
     show_scheduler(arguments.checkpoint)
     make_folder(arguments.out)

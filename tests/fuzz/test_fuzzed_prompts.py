@@ -68,7 +68,7 @@ def test_files_of_prompts(survives, tmp_path_factory, content):
     file.write_bytes(content)
     prompts = survives(lambda: read_prompts(file))
     if prompts is not None:
-        assert prompts and all(prompt == prompt.strip() != "" for prompt in prompts)
+        assert prompts and all(prompt.text == prompt.text.strip() != "" for prompt in prompts)
 
 
 # half characters are refused before anything is drawn

@@ -465,6 +465,44 @@ def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch
     assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == written
 
 
+def test_a_file_with_seeds_is_resumed(tmp_path, batch, checkpoint):
+    rows = [{"prompt": PROMPTS[0], "seed": 7}, {"prompt": PROMPTS[1]}, {"prompt": "a red\ncircle", "seed": 3}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"prompts": "p.jsonl", "steps": 1}
+    code, _, err = batch("--count", 2, "--seed", 5, **options)
+    assert code == 0, err
+    out = tmp_path / "out"
+    names = ["00000_7", "00000_8", "00001_5", "00001_6", "00002_3", "00002_4"]
+    written = files(out)
+    assert sorted(written) == [f"{name}.png" for name in names]
+    listed = json.loads((out / "manifest.json").read_text())["pictures"]
+    assert [entry["prompt"] for entry in listed.values()] == [rows[number // 2]["prompt"] for number in range(6)]
+    expected = sana_core.generate(PROMPTS[:1], checkpoint, seed=8, steps=1, width=128, height=128)[0]
+    pixels = torch.from_numpy(np.array(Image.open(out / "00000_8.png"))).permute(2, 0, 1)
+    assert (pixels - (expected + 1) * 127.5).abs().max() <= 0.51
+    # A power failure leaves an empty image that the manifest does not list.
+    document = json.loads((out / "manifest.json").read_text())
+    del document["pictures"]["00002_4.png"]
+    (out / "manifest.json").write_text(json.dumps(document))
+    (out / "00002_4.png").write_bytes(b"")
+    code, said, err = batch("--count", 2, "--seed", 5, **options)
+    assert code == 0 and said.startswith("5 of 6 images are there already\n"), err
+    assert {name: data for name, (data, _) in files(out).items()} == {name: data for name, (data, _) in written.items()}
+
+
+def test_claims_of_an_earlier_version_are_read(drawn, batch, tmp_path):
+    out = shutil.copytree(drawn, tmp_path / "out")
+    document = json.loads((out / "manifest.json").read_text())
+    assert document["claims"] == [[0, 2, 0, 4]]
+    document["claims"] = [[2, 0, 4]]
+    del document["pictures"]["00001_2.png"]
+    (out / "manifest.json").write_text(json.dumps(document))
+    (out / "00001_2.png").write_bytes(b"")
+    code, said, err = batch()
+    assert code == 0 and said.startswith("7 of 8 images are there already\n"), err
+    assert json.loads((out / "manifest.json").read_text())["claims"] == [[0, 2, 0, 4]]
+
+
 def read_settings(folder):
     return json.loads((folder / "manifest.json").read_bytes())["settings"]
 
