@@ -36,7 +36,7 @@ def file_stat(find: Callable[[], Path]) -> str:
 def dataset_stat(find: Callable[[], Path]) -> str:
     """Return what changes with any file of the data set's folder that `find` gives. Never raises, as `file_stat`."""
     try:
-        files, _ = list_folder(find())
+        files = list_folder(find()).files
     except (OSError, ValueError):
         return "missing"
     return digest(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))

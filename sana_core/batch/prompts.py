@@ -67,10 +67,9 @@ def split_prompts(text: str) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """Return the prompts in `file`. The ending of its name decides how it is read, as in READERS. A file with another
-    ending has one prompt per line.
+    """Return the prompts in `file`. READERS has the endings of tables and JSON. Other files have one prompt per line.
 
-    Raises InputError for a file without prompts, for a file that is not UTF-8, and for a row that is broken or has
+    Raises InputError for a file without prompts or not in UTF-8, and for a row that is broken or has
     values that a batch cannot follow. Raises MissingFileError and ReadError.
     """
     content = read_user_file("prompts", file, "a text file with one prompt a line")

@@ -6,10 +6,13 @@ lists them.
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+from unicodedata import normalize
 
 from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
@@ -19,26 +22,49 @@ TAR_ENDINGS = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 # NVIDIA's have 10,000 samples
 MOST_MEMBERS = 1_000_000
+# The record of a training run, and its states and images in the same folder.
+RUN, STEPS, PICTURES, SHEET = "run.json", "steps", "pictures", "validations.png"
+# Folders that macOS adds to archives, that a Synology NAS adds to folders with images, and that old programs create
+# from the extended headers of a tar.
+HIDDEN = re.compile(r"__MACOSX|@eaDir|PaxHeaders?(\.\d+)?")
 # bytes of a member's name and further headers
 LARGEST_HEADER = 1 << 20
 
 
-def list_folder(root: Path) -> tuple[dict[str, Path], list[SanaError]]:
-    """Return the files below `root` by their paths in it, with slashes, and what is wrong with others.
+class Listing(NamedTuple):
+    """The files of a folder."""
 
-    Names that begin with a dot are left out: what systems and programs put there. Links to folders are not followed.
+    # By their paths in the folder, with slashes.
+    files: dict[str, Path]
+    # What is wrong with other files.
+    faults: list[SanaError]
+    # Folders of training runs, which are left out, by their paths in the folder.
+    runs: list[str]
+
+
+def list_folder(root: Path) -> Listing:
+    """Return the files below `root`, except hidden files. Links to folders are not followed.
+
+    A training run may write into a folder inside its data. Its previews have no captions, and the next run must not
+    learn from them. So folders with run.json are left out, and if `root` has run.json, the run's own images.
     """
     files: dict[str, Path] = {}
     faults: list[SanaError] = []
+    runs: list[str] = []
     folders = [root]
     while folders:
         folder = folders.pop()
         try:
-            entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+            entries = [entry for entry in sorted(folder.iterdir()) if not is_hidden(entry.name)]
         except OSError as error:
             reason = error.strerror or type(error).__name__
             faults.append(ReadError(f"{folder}: cannot be read ({reason}); see its rights, its links and its disk"))
             continue
+        if any(entry.name == RUN for entry in entries):
+            if folder != root:
+                runs.append(folder.relative_to(root).as_posix())
+                continue
+            entries = [entry for entry in entries if entry.name not in (STEPS, PICTURES, SHEET)]
         for entry in entries:
             inner = entry.relative_to(root).as_posix()
             try:
@@ -56,7 +82,12 @@ def list_folder(root: Path) -> tuple[dict[str, Path], list[SanaError]]:
                 folders.append(entry)
             else:
                 files[inner] = entry
-    return files, faults
+    return Listing(files, faults, runs)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of that name was put there by a system or an archiver."""
+    return (name.startswith(".") and name != "..") or HIDDEN.fullmatch(name) is not None
 
 
 def find_inside(root: Path, inner: str, name: str) -> Path:
@@ -66,6 +97,8 @@ def find_inside(root: Path, inner: str, name: str) -> Path:
     """
     path = root / inner
     try:
+        if not path.exists():
+            path = spelled(root, inner)
         resolved = path.resolve()
         known = resolved.exists()
     # a link that leads in a circle; RuntimeError before Python 3.13
@@ -75,6 +108,20 @@ def find_inside(root: Path, inner: str, name: str) -> Path:
         raise InputError(f"{name}: {inner} leads out of the data set's folder; put the file itself there")
     if not known:
         raise MissingFileError(f"{name}: no such file {inner}; see its spelling")
+    return path
+
+
+def spelled(root: Path, inner: str) -> Path:
+    """Return the path of `inner` in `root` with accents composed or decomposed as on the disk.
+
+    macOS decomposes accents in names, and most programs compose them.
+    """
+    path = root
+    for part in PurePosixPath(inner).parts:
+        composed = normalize("NFC", part)
+        if not part.isascii() and not (path / part).exists() and path.is_dir():
+            part = next((entry.name for entry in path.iterdir() if normalize("NFC", entry.name) == composed), part)
+        path /= part
     return path
 
 
@@ -96,8 +143,8 @@ class Headers(FileIO):
 def list_tar(file: Path, name: str) -> dict[str, FileRange]:
     """Return where the bytes of each file in the tar are, by the member's name; `name` is how errors call the tar.
 
-    Raises ReadError for a tar that is damaged or not whole, InputError for members that are no plain files, have the
-    same name, or names that lead elsewhere, and as `opened_range` does.
+    Hidden members are left out. Raises ReadError for a tar that is damaged or not whole, InputError for members that
+    are no plain files, have the same name, or names that lead elsewhere, and as `opened_range` does.
     """
     members: dict[str, FileRange] = {}
     try:
@@ -105,7 +152,7 @@ def list_tar(file: Path, name: str) -> dict[str, FileRange]:
         with opened_range(FileRange(file), name, largest=1 << 62), Headers(file) as stream:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 while member := archive.next():
-                    if member.isdir():
+                    if member.isdir() or any(map(is_hidden, PurePosixPath(member.name).parts)):
                         continue
                     inner = check_member(member, name)
                     if inner in members:

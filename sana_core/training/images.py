@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
@@ -22,9 +23,19 @@ from ..runtime.checks import check_whole
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-# Pillow's other readers are seldom used, and that of EPS starts a program
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+# Pillow's names of the formats that are read, where Pillow has them. HEIF needs pillow-heif. Other formats are seldom
+# used: the reader of EPS starts a program, and the plugin for JPEG XL decodes an image before its size can be checked.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF", "JPEG2000", "PPM", "QOI")
+# Endings of images and of layered and raw files. Those that cannot be read are named in the log.
+OTHER_ENDINGS = (
+    *(".heic", ".heics", ".heif", ".heifs", ".hif", ".avif", ".avifs", ".jxl", ".jp2", ".j2k", ".jpf", ".jpx", ".jxr"),
+    *(".apng", ".mpo", ".dib", ".tga", ".dds", ".pcx", ".sgi", ".exr", ".hdr", ".psd", ".psb", ".xcf", ".kra", ".svg"),
+    *(".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".raf", ".orf", ".rw2", ".pef", ".srw", ".x3f"),
+)
+# A PNG's chunks of text and of a colour profile, and the bytes that Pillow decompresses of each and of all together.
+TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+LARGEST_TEXT, LARGEST_TEXTS = 1 << 20, 32 << 20
+PNG_START = b"\x89PNG\r\n\x1a\n"
 # bytes; a file is read into memory whole
 LARGEST_FILE = 1 << 30
 # of an image with 16 bits, that are converted at once
@@ -81,8 +92,77 @@ def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> byte
     return data
 
 
+def image_endings() -> frozenset[str]:
+    """Return the endings, in lower case, of the images that Pillow and its plugins read on this computer."""
+    from PIL import Image
+
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+    formats = readable_formats()
+    endings = {ending for ending, name in Image.registered_extensions().items() if name in formats}
+    # A .pfm holds numbers that are no colours, such as depths.
+    return frozenset(endings - {".pfm"})
+
+
+def readable_formats() -> list[str]:
+    """Return the names of FORMATS that Pillow reads, with its plugins once `image_endings` was called."""
+    from PIL import Image
+
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def without_large_texts(stream: IO[bytes], header_only: bool) -> IO[bytes]:
+    """Return `stream`, or if it is a PNG with texts that are too large for Pillow, a copy without these texts.
+
+    Programs store workflows of several MB in PNGs. Pillow refuses such an image, and its limits are settings of the
+    whole process. Training needs only EXIF, which is small. With `header_only`, the chunks before the first pixels are
+    checked: Pillow reads no others to open an image.
+    """
+    large_chunks: list[tuple[int, int]] = []
+    total = 0
+    begin = len(PNG_START)
+    is_png = stream.read(begin) == PNG_START
+    while is_png and len(head := stream.read(8)) == 8:
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        if kind == b"IEND" or (header_only and kind == b"IDAT"):
+            break
+        end = begin + length + 12
+        if kind in TEXTS:
+            size = text_size(kind, stream.read(length)) if 0 < length < LARGEST_TEXT else length
+            total += size
+            if size >= LARGEST_TEXT or total > LARGEST_TEXTS:
+                large_chunks.append((begin, end))
+        stream.seek(end)
+        begin = end
+    stream.seek(0)
+    if not large_chunks:
+        return stream
+    data = stream.read()
+    starts, ends = [0, *(end for _, end in large_chunks)], [*(begin for begin, _ in large_chunks), len(data)]
+    return BytesIO(b"".join(data[start:end] for start, end in zip(starts, ends, strict=True)))
+
+
+def text_size(kind: bytes, chunk: bytes) -> int:
+    """Return the bytes of a PNG's text or colour profile, once they are decompressed; at most LARGEST_TEXT."""
+    _, _, content = chunk.partition(b"\0")
+    if kind == b"iTXt":
+        is_compressed, content = content[:1] == b"\1", content[2:].split(b"\0", 2)[-1]
+    else:
+        is_compressed, content = kind != b"tEXt", content[1:]
+    if not is_compressed:
+        return len(chunk)
+    try:
+        return len(zlib.decompressobj().decompress(content, LARGEST_TEXT))
+    except zlib.error:
+        # Pillow takes it for an empty text.
+        return 0
+
+
 @contextmanager
-def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
+def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Iterator[Image]:
     """Give the image in `stream`, of which only the header is read.
 
     Raises ReadError for anything that Pillow fails at, inside the context too, and InputError for one of more pixels
@@ -90,8 +170,9 @@ def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
     """
     from PIL import Image, UnidentifiedImageError
 
+    formats = readable_formats()
     try:
-        with Image.open(stream, formats=FORMATS) as image:
+        with Image.open(without_large_texts(stream, header_only), formats=formats) as image:
             yield image
     except (MemoryError, InputError):
         raise
@@ -101,7 +182,7 @@ def opened_image(stream: IO[bytes], name: str) -> Iterator[Image]:
             f"{2 * (Image.MAX_IMAGE_PIXELS or 0)}; scale it down"
         ) from None
     except UnidentifiedImageError:
-        raise ReadError(f"{name}: got no image, expected one of {', '.join(FORMATS)}; save it again") from None
+        raise ReadError(f"{name}: got no image, expected one of {', '.join(formats)}; save it again") from None
     # zlib.error, struct.error, SyntaxError, IndexError and more, by the format
     except Exception as error:
         raise ReadError(f"{name}: broken or incomplete ({brief(error)}); save it again, or remove it") from error
@@ -124,7 +205,7 @@ def upright_size(place: FileRange, name: str) -> tuple[int, int]:
     with opened_range(place, name) as (stream, length):
         if not length:
             raise ReadError(f"{name}: got an empty file, expected an image; copy it again, or remove it")
-        with opened_image(stream, name) as image:
+        with opened_image(stream, name, header_only=True) as image:
             check_single(image, name)
             width, height = image.size
             return (height, width) if turn_of(image) > 4 else (width, height)
@@ -132,7 +213,7 @@ def upright_size(place: FileRange, name: str) -> tuple[int, int]:
 
 def check_single(image: Image, name: str) -> None:
     """Raise InputError for an animated image. What phones and scanners put behind the first one is no animation."""
-    if image.format in ("GIF", "PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+    if image.format in ("GIF", "PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
 
 

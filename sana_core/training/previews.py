@@ -24,16 +24,16 @@ from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.image_files import LEVEL, levels
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
+from .data_files import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
-from .runs import PICTURES, stranger, writing
+from .runs import stranger, writing
 from .settings import TrainingSettings
 from .train_state import TrainState
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-SHEET = "validations.png"
 # the entry of the PNG by which a sheet is known as one
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")

@@ -40,12 +40,13 @@ from ..runtime.atomic_files import (
     write_whole,
 )
 from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
+from .data_files import PICTURES, RUN, STEPS
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress
 
 logger = logging.getLogger(__name__)
 
-RUN, STEPS, LOG, PICTURES = "run.json", "steps", "log.jsonl", "pictures"
+LOG = "log.jsonl"
 TENSORS, SHARDS = "state.safetensors", "shards"
 # The digest of the model in the config.
 MODEL = "model"

@@ -20,14 +20,15 @@ from ..runtime.atomic_files import make_folder, reason_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
+from .data_files import PICTURES, SHEET
 from .loop import Callbacks, Report, Run, RunDir, run
 from .parallel import DDP
 from .preflight import check_base, check_launch, check_ranks, check_same
 from .prepare import OnProgress, digest_models, no_progress, prepare, read_samples
-from .previews import SHEET, generate_validation, write_sheet
 from .previews import check_own as check_sheet
+from .previews import generate_validation, write_sheet
 from .ranks import ALONE, Ranks, log_line
-from .runs import PICTURES, adopt_states, check_folder, check_places, note_result, publish, step_folder, writing
+from .runs import adopt_states, check_folder, check_places, note_result, publish, step_folder, writing
 from .schedule import Best
 from .settings import FLOW, TrainingSettings
 from .sharding import describe_layout

@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
+import unicodedata
 
 import numpy as np
 import pytest
-from data_sets import SMOOTH, only, open_mask, pixels, save
-from PIL import Image
+from data_sets import PICTURE, SMOOTH, only, open_mask, pixels, save
+from PIL import Image, features
 
 from sana_core import InputError, MissingFileError, SanaError
 from sana_core.training.dataset import check_controls, open_image, read_dataset
@@ -139,7 +141,7 @@ def test_a_jsonl_names_control_pictures(tmp_path, key):
 def test_texts_without_picture_are_said_in_the_log(tmp_path, caplog):
     save(tmp_path / "a.png")
     (tmp_path / "README.txt").write_text("x")
-    assert len(read_dataset(tmp_path)) == 1 and "1 texts belong to no image, the first is README.txt" in caplog.text
+    assert len(read_dataset(tmp_path)) == 1 and "1 texts belong to no image: README.txt" in caplog.text
 
 
 def test_no_picture_at_all_is_said(tmp_path):
@@ -278,3 +280,169 @@ def test_broken_lines_of_a_list_keep_nothing_but_the_first_words(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(calls) == count and peak < 1_000_000
+
+
+def make_run(folder):
+    """Create the files of a training run."""
+    for image in ("pictures/step-0000001-00.png", "validations.png", "steps/step-0000001/sample.png"):
+        save(folder / image, caption=None)
+    (folder / "run.json").write_text("{}")
+
+
+@pytest.mark.parametrize("place", ["run", "runs/first", "a/b/c", "pictures", "x.png", "\u732b run"])
+def test_the_folders_of_training_runs_are_left_out(tmp_path, caplog, place):
+    save(tmp_path / "a.png")
+    save(tmp_path / "a" / "b.png")
+    make_run(tmp_path / place)
+    make_run(tmp_path / "old" / "run")
+    assert [sample.name for sample in read_dataset(tmp_path)] == ["a.png", "a/b.png"]
+    names = ", ".join(sorted([place, "old/run"]))
+    assert sorted(caplog.messages[0].partition(": ")[2].partition(": ")[2].split(", ")) == names.split(", ")
+    assert caplog.messages[0].startswith("dataset: 2 folders of training runs are left out: ")
+
+
+def test_a_run_in_the_data_folder_itself_is_left_out(tmp_path):
+    save(tmp_path / "a.png")
+    save(tmp_path / "sub" / "pictures" / "b.png")
+    make_run(tmp_path)
+    assert [sample.name for sample in read_dataset(tmp_path)] == ["a.png", "sub/pictures/b.png"]
+
+
+def test_a_run_s_images_can_be_trained_on_when_they_are_named(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "pictures" / "step-0000001-00.txt").write_text("x")
+    assert only(tmp_path / "pictures").name == "step-0000001-00.png"
+
+
+@pytest.mark.parametrize("folder", ["__MACOSX", "@eaDir", "PaxHeader", "PaxHeaders", "PaxHeaders.1234", ".thumbnails"])
+def test_folders_of_systems_and_archivers_are_left_out(tmp_path, folder):
+    save(tmp_path / "a.png")
+    (tmp_path / "x" / folder).mkdir(parents=True)
+    (tmp_path / "x" / folder / "a.png").write_bytes(b"30 mtime=1\n")
+    assert only(tmp_path).name == "a.png"
+
+
+@pytest.mark.parametrize(
+    "ending", ["jfif", "jpe", "JFIF", "jpeg", "apng", "avif", "AVIF", "avifs", "jp2", "j2k", "jpx", "ppm", "pgm", "qoi"]
+)
+def test_every_ending_of_a_readable_format_is_read(tmp_path, ending):
+    if ending.lower() in ("avif", "avifs") and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    kind = Image.registered_extensions()[f".{ending.lower()}"]
+    save(tmp_path / f"a.{ending}", PICTURE.convert("L" if ending == "pgm" else "RGB"), format=kind)
+    save(tmp_path / f"a-mask.{ending}", Image.new("L", (40, 24), 9).convert("RGB"), caption=None, format=kind)
+    sample = only(tmp_path)
+    assert sample.size == (40, 24) and open_image(sample).size == (40, 24)
+    assert np.abs(np.asarray(open_mask(sample)).astype(int) - 9).max() < 6
+
+
+def test_images_that_cannot_be_read_are_counted_and_named(tmp_path, caplog):
+    save(tmp_path / "a.png")
+    names = ["b.jxl", "c.CR2", "d.psd", "sub/e.dng", "f.svg", "g.tga", "h.exr"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+        (tmp_path / name).with_suffix(".txt").write_text("x")
+    (tmp_path / "notes.md").write_text("x")
+    (tmp_path / "depth.pfm").write_bytes(b"x")
+    assert only(tmp_path).name == "a.png"
+    (message,) = caplog.messages
+    assert message.startswith("dataset: 7 images are left out, which cannot be read here (")
+    assert message.endswith(": b.jxl, c.CR2, d.psd, f.svg, g.tga and 2 more")
+
+
+def test_heic_is_read_with_its_plugin_and_else_left_out(tmp_path, caplog, monkeypatch):
+    pytest.importorskip("pillow_heif").register_heif_opener()
+    for ending in (".heic", ".heif", ".hif"):
+        PICTURE.save(tmp_path / f"a{ending[1:]}{ending}", format="HEIF")
+        (tmp_path / f"a{ending[1:]}.txt").write_text("x")
+    samples = read_dataset(tmp_path)
+    assert len(samples) == 3 and all(open_image(sample).size == (40, 24) for sample in samples)
+
+
+def test_without_a_plugin_heic_is_left_out(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    for registry in ("OPEN", "EXTENSION"):
+        without_heif = {key: value for key, value in getattr(Image, registry).items() if "HEIF" not in (key, value)}
+        monkeypatch.setattr(Image, registry, without_heif)
+    save(tmp_path / "a.png")
+    (tmp_path / "b.heic").write_bytes(b"x")
+    assert only(tmp_path).name == "a.png"
+    assert "1 images are left out, which cannot be read here (.heic needs pip install pillow-heif" in caplog.text
+
+
+def test_images_that_a_list_does_not_name_are_counted_and_named(tmp_path, caplog):
+    for name in ("a.png", "b.jpg", "m.png", "c.png", "sub/d.webp", "sub/e.heic", "caf\u00e9.png"):
+        save(tmp_path / name, Image.new("RGB", (40, 24)), caption=None, format="PNG")
+    lines = [
+        {"file_name": "a.png", "text": "x", "mask": "./m.png"},
+        {"file_name": "./b.jpg", "text": "x"},
+        {"file_name": "cafe\u0301.png", "text": "x"},
+    ]
+    make_run(tmp_path / "run")
+    write_lines(tmp_path, *lines, name="metadata.jsonl")
+    for path in (tmp_path, tmp_path / "metadata.jsonl"):
+        caplog.clear()
+        assert len(read_dataset(path)) == 3
+        assert caplog.messages == [
+            "dataset: 3 images are not in metadata.jsonl and are left out: c.png, sub/d.webp, sub/e.heic"
+        ]
+    caplog.clear()
+    assert len(read_dataset(write_lines(tmp_path, lines[0]))) == 1 and not caplog.messages
+
+
+@pytest.mark.parametrize("mark", ["-mask", ".mask", "-control", ".control"])
+@pytest.mark.parametrize("caption", [".txt", ".TXT", ".json", "empty"])
+def test_a_mask_with_a_caption_is_an_image(tmp_path, caplog, mark, caption):
+    save(tmp_path / "knight.png", caption="a knight")
+    save(tmp_path / f"knight{mark}.png", caption=None)
+    text = tmp_path / f"knight{mark}{'.txt' if caption == 'empty' else caption}"
+    text.write_text({".json": '{"prompt": "a mask"}', "empty": ""}.get(caption, "a mask"))
+    samples = {sample.name: sample for sample in read_dataset(tmp_path)}
+    assert samples.keys() == {"knight.png", f"knight{mark}.png"}
+    assert samples[f"knight{mark}.png"].caption == ("" if caption == "empty" else "a mask")
+    assert samples["knight.png"].mask is None and samples["knight.png"].control is None
+    message = f"dataset: 1 names end like a mask or control image, but have captions and are images: knight{mark}.png"
+    assert message in caplog.messages
+
+
+def test_an_image_that_is_named_like_a_mask_can_have_a_mask(tmp_path):
+    save(tmp_path / "a.png")
+    save(tmp_path / "a-mask.png")
+    save(tmp_path / "a-mask-mask.png", Image.new("L", (40, 24), 9), caption=None)
+    first, second = sorted(read_dataset(tmp_path), key=lambda sample: len(sample.name))
+    assert first.mask is None and open_mask(second).getextrema() == (9, 9)
+
+
+WORDS = [
+    *("caf\u00e9", "\u00fcber stra\u00dfe", "\ud55c\uad6d", "\u304c\u304e"),
+    *("\u1ea5n \u0111\u1ed9", "\u00c5ngstr\u00f6m", "\u0439\u043e\u0433"),
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_match_however_their_accents_are_encoded(tmp_path, word, forms):
+    image, other = (unicodedata.normalize(form, word) for form in forms)
+    assert image != other
+    save(tmp_path / "sub" / f"{image}.png", caption=None)
+    (tmp_path / "sub" / f"{other}.txt").write_text("a caption")
+    save(tmp_path / "sub" / f"{other}-mask.png", Image.new("L", (40, 24), 9), caption=None)
+    sample = only(tmp_path)
+    assert (sample.name, sample.caption) == (f"sub/{image}.png", "a caption")
+    assert open_mask(sample).getextrema() == (9, 9)
+    file = write_lines(tmp_path, {"file_name": f"sub/{other}.png", "text": "x", "mask": f"sub/{image}-mask.png"})
+    assert open_mask(only(file)).getextrema() == (9, 9)
+    save(tmp_path / "sub" / f"{other}.jpg", caption=None)
+    with pytest.raises(InputError, match="have one name"):
+        read_dataset(tmp_path)
+
+
+def test_a_folder_with_accents_is_found_in_either_encoding(tmp_path):
+    save(tmp_path / unicodedata.normalize("NFD", "\u00e9t\u00e9") / "a.png", caption=None)
+    file = write_lines(tmp_path, {"file_name": "\u00e9t\u00e9/a.png", "text": "x"})
+    assert only(file).size == (40, 24)
+    (tmp_path / "out").symlink_to("/")
+    file = write_lines(tmp_path, {"file_name": "out/\u00e9t\u00e9.png", "text": "x"}, name="b.jsonl")
+    with pytest.raises(InputError, match="leads out of the data set's folder"):
+        read_dataset(file)

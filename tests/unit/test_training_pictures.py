@@ -5,18 +5,18 @@ import zlib
 
 import numpy as np
 import pytest
-from data_sets import PICTURE, encoded, exif_of, only, open_mask, pixels, save
+from data_sets import PICTURE, encoded, exif_of, only, open_mask, pixels, save, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from sana_core import InputError, ReadError, SanaError
 from sana_core.training.dataset import open_image, read_dataset
-from sana_core.training.images import decode_image
+from sana_core.training.images import LARGEST_TEXT, decode_image
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_pictures_and_masks_are_upright_in_all_orientations_of_exif(tmp_path, turn, kind):
     """Pillow's own exif_transpose says what upright is."""
     file = save(tmp_path / f"p.{kind.lower()}", exif=exif_of(turn))
@@ -75,11 +75,7 @@ def test_pixels_of_any_kind_become_rgb_on_white(tmp_path, name):
 
 
 def test_48_bit_colour_keeps_its_upper_bits(tmp_path):
-    """A PNG of 16 bits a channel, made by hand, for Pillow writes none."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
+    """Pillow cannot write a PNG of 16 bits a channel."""
     rows = b"\0" + struct.pack(">3H", 0x1234, 0x80FF, 0xFFFF)
     header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
@@ -180,3 +176,72 @@ def test_grey_of_16_bits_takes_no_more_memory_than_its_picture():
     tracemalloc.stop()
     # numpy's arrays; Pillow's own memory is not traced
     assert peak < 2 * side**2
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def with_chunks(*chunks, place=33, **options):
+    """The PNG of the picture with more chunks, behind its header or before its end."""
+    data = encoded(**options)
+    place = place if place > 0 else len(data) + place
+    return data[:place] + b"".join(chunks) + data[place:]
+
+
+WORKFLOW = b"x" * 2_000_000
+NOISE = np.random.default_rng(0).integers(32, 127, 2_000_000, dtype=np.uint8).tobytes()
+END = -12
+LARGE = {
+    "compressed": with_chunks(chunk(b"zTXt", b"workflow\0\0" + zlib.compress(WORKFLOW))),
+    "noise": with_chunks(chunk(b"zTXt", b"workflow\0\0" + zlib.compress(NOISE))),
+    "plain": with_chunks(chunk(b"tEXt", b"workflow\0" + WORKFLOW)),
+    "international": with_chunks(chunk(b"iTXt", b"workflow\0\1\0en\0name\0" + zlib.compress(WORKFLOW))),
+    "international, plain": with_chunks(chunk(b"iTXt", b"workflow\0\0\0\0\0" + WORKFLOW)),
+    "behind the pixels": with_chunks(chunk(b"zTXt", b"workflow\0\0" + zlib.compress(WORKFLOW)), place=END),
+    "three": with_chunks(*[chunk(b"zTXt", b"a\0\0" + zlib.compress(WORKFLOW))] * 3),
+    "exactly the limit": with_chunks(chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * LARGEST_TEXT))),
+    "one less than the limit": with_chunks(chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * (LARGEST_TEXT - 1)))),
+    "colour profile": with_chunks(chunk(b"iCCP", b"icc\0\0" + zlib.compress(WORKFLOW))),
+    "many that are large together": with_chunks(*[chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 1_000_000))] * 80),
+    "bomb": with_chunks(chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(300_000_000), 9))),
+    "empty text": with_chunks(chunk(b"tEXt", b""), chunk(b"zTXt", b"workflow\0\0" + zlib.compress(WORKFLOW))),
+    "broken text": with_chunks(chunk(b"zTXt", b"a\0\0rubbish"), chunk(b"tEXt", b"b\0" + WORKFLOW)),
+    "orientation": with_chunks(chunk(b"zTXt", b"workflow\0\0" + zlib.compress(WORKFLOW)), exif=exif_of(6)),
+}
+
+
+@pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("in_tar", [False, True])
+def test_a_png_with_large_texts_is_read(tmp_path, data, in_tar):
+    from PIL import PngImagePlugin
+
+    limits = PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY
+    if in_tar:
+        sample = only(write_tar(tmp_path / "s.tar", [("a.png", data), ("a.txt", b"x"), ("b.md", b"behind it")]))
+    else:
+        (tmp_path / "a.png").write_bytes(data)
+        (tmp_path / "a.txt").write_text("x")
+        sample = only(tmp_path)
+    expected = PICTURE.transpose(Image.Transpose.ROTATE_270) if data is LARGE["orientation"] else PICTURE
+    assert sample.size == expected.size and (pixels(open_image(sample)) == pixels(expected)).all()
+    assert limits == (PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
+
+
+@pytest.mark.parametrize("claimed", [0, 2**31 - 1, 2**32 - 1])
+@pytest.mark.parametrize("kind", [b"tEXt", b"zTXt", b"iTXt", b"iCCP"])
+def test_a_text_that_claims_another_size_is_named(tmp_path, kind, claimed):
+    data = encoded()
+    (tmp_path / "p.png").write_bytes(data[:33] + struct.pack(">I", claimed) + kind + data[33:])
+    (tmp_path / "p.txt").write_text("x")
+    with pytest.raises(ReadError, match="^p.png: "):
+        open_image(only(tmp_path))
+
+
+def test_an_animated_avif_is_refused(tmp_path):
+    if not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    save(tmp_path / "a.avif", frames[0], save_all=True, append_images=frames[1:])
+    with pytest.raises(InputError, match="got an animated image, expected a single one"):
+        read_dataset(tmp_path)

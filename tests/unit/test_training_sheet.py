@@ -8,7 +8,8 @@ from pictures import write_pictures
 from PIL import Image
 
 from sana_core.errors import ExistingFileError
-from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, SHEET, best_step, columns_of
+from sana_core.training.data_files import SHEET
+from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, best_step, columns_of
 from sana_core.training.run_log import read_log
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
 from sana_core.training.train import train
@@ -51,6 +52,16 @@ def test_a_column_for_each_validation_and_a_row_for_each_prompt(settings, tmp_pa
     before = (tmp_path / "out" / SHEET).read_bytes()
     train(replace(settings, phase=(replace(settings.phase[0], steps=6),)))
     assert (tmp_path / "out" / SHEET).read_bytes() != before
+
+
+@pytest.mark.parametrize("out", ["pictures/out", "pictures/runs/first", "pictures"])
+def test_a_run_that_writes_into_its_data_can_be_resumed(settings, tmp_path, out):
+    settings = replace(settings, out=str(tmp_path / out))
+    train(settings)
+    assert len(list((tmp_path / out / "pictures").glob("*.png"))) == 6
+    train(replace(settings, phase=(replace(settings.phase[0], steps=6),)))
+    losses = [line["step"] for line in read_log(tmp_path / out) if "loss" in line]
+    assert losses == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_sheet_of_others_stays(settings, tmp_path):

@@ -5,7 +5,7 @@ import json
 import tarfile
 
 import pytest
-from data_sets import SMOOTH, encoded, exif_of, open_mask, pixels, save, write_tar
+from data_sets import SMOOTH, encoded, exif_of, only, open_mask, pixels, save, write_tar
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -178,3 +178,115 @@ def test_a_picture_that_went_away_or_was_cut_is_named(tmp_path):
     file.unlink()
     with pytest.raises(MissingFileError, match="no such file"):
         open_image(sample)
+
+
+HIDDEN = {
+    "AppleDouble": "._001.png",
+    "AppleDouble in a folder": "a/._001.png",
+    "AppleDouble text": "._001.txt",
+    "AppleDouble with a folder": "./._a/001.png",
+    "resource folder": "__MACOSX/001.png",
+    "resource file": "__MACOSX/a/._001.png",
+    "folder settings": ".DS_Store",
+    "thumbnails": "@eaDir/001.png/SYNOPHOTO_THUMB_M.jpg",
+    "headers": "PaxHeader/001.png",
+    "headers of BSD": "a/PaxHeader/001.png",
+    "headers of GNU": "PaxHeaders.1234/001.png",
+    "hidden": ".hidden/001.jpg",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN.values(), ids=HIDDEN)
+def test_members_of_systems_and_archivers_are_left_out(tmp_path, name):
+    for data in (b"\0\5\x16\7 Mac OS X", encoded()):
+        write_tar(tmp_path / "s.tar", [(name, data), *MEMBERS, (name, data)])
+        check_members(read_dataset(tmp_path / "s.tar"), "s.tar:")
+    hidden_link = link(tarfile.SYMTYPE)
+    hidden_link.name = name
+    write_tar(tmp_path / "s.tar", [("", hidden_link), *MEMBERS])
+    check_members(read_dataset(tmp_path / "s.tar"), "s.tar:")
+
+
+def test_a_tar_of_macos_is_read(tmp_path):
+    """bsdtar writes extended headers with binary attributes, and a ._ file before each file."""
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in MEMBERS:
+            for inner, content in (
+                (f"{name.rpartition('/')[0] or '.'}/._{name.rpartition('/')[2]}", b"\0\5"),
+                (name, data),
+            ):
+                info = tarfile.TarInfo(inner)
+                info.size = len(content)
+                attribute = "com.apple.quarantine"
+                info.pax_headers = {f"SCHILY.xattr.{attribute}": "\udcff\0q", f"LIBARCHIVE.xattr.{attribute}": "AHE"}
+                archive.addfile(info, io.BytesIO(content))
+    check_members(read_dataset(tmp_path / "s.tar"), "s.tar:")
+
+
+TEXT = b"a caption"
+FIELDS = {
+    "segmentation": ({"1.png", "1.txt", "1.seg.png"}, ["1.seg.png"]),
+    "caption": ({"1.png", "1.caption.txt"}, []),
+    "prompt": ({"1.jpg", "1.prompt.txt", "1.seg.png"}, ["1.seg.png"]),
+    "text": ({"1.png", "1.Text.TXT"}, []),
+    "caption and text": ({"1.png", "1.caption.txt", "1.prompt.txt"}, ["1.caption.txt"]),
+    "caption beside the text": ({"1.png", "1.txt", "1.old.txt"}, ["1.old.txt"]),
+    "caption in json": ({"1.png", "1.json", "1.seg.json"}, ["1.seg.json"]),
+    "json field": ({"1.png", "1.caption.json"}, []),
+    "described field": ({"1.png", "1.txt", "1.seg.png", "1.seg.json"}, ["1.seg.png", "1.seg.json"]),
+    "image": ({"1.image.png", "1.txt"}, []),
+    "image and caption": ({"1.img.png", "1.caption.txt", "1.depth.png"}, ["1.depth.png"]),
+    "image of many": ({"1.rgb.png", "1.seg.png", "1.depth.png", "1.json"}, ["1.depth.png", "1.seg.png"]),
+    "two dots": ({"1.png", "1.txt", "1.seg.left.png"}, ["1.seg.left.png"]),
+    "folder": ({"v1.0/1.png", "v1.0/1.caption.txt", "v1.0/1.seg.png"}, ["v1.0/1.seg.png"]),
+    "arrays": ({"1.png", "1.txt", "1.depth.npy", "1.cls"}, []),
+    "mask": ({"1.png", "1.txt", "1.mask.png"}, []),
+    "mask of a named image": ({"1.image.png", "1.caption.txt", "1.mask.png"}, []),
+}
+
+
+@pytest.mark.parametrize("names, unused", FIELDS.values(), ids=FIELDS)
+def test_fields_of_webdataset_belong_to_their_sample(tmp_path, caplog, names, unused):
+    grey = encoded(Image.new("L", (40, 24), 9))
+    members = []
+    for name in sorted(names):
+        is_image = name in ("1.png", "1.jpg", "v1.0/1.png") or any(
+            f".{kind}." in name for kind in ("image", "img", "rgb")
+        )
+        text = b'{"prompt": "a caption"}' if name.endswith(".json") else TEXT
+        members.append((name, encoded() if is_image else grey if name.endswith(".png") else text))
+    sample = only(write_tar(tmp_path / "s.tar", members))
+    assert sample.caption == "a caption" and (pixels(open_image(sample)) == SMOOTH).all()
+    assert (sample.mask is not None) == ("1.mask.png" in names)
+    expected = ", ".join(f"s.tar:{name}" for name in sorted(unused, key=unused.index))
+    assert [message.partition(": ")[2] for message in caplog.messages] == (
+        [f"{len(unused)} fields of samples are not used: {expected}"] if unused else []
+    )
+
+
+NO_FIELDS = [
+    {"v1.2.png", "v1.2.txt", "v1.3.png", "v1.3.txt"},
+    {"v1.png", "v1.txt", "v1.2.png", "v1.2.txt"},
+    {"a.b.c.png", "a.b.c.json", "a.b.d.png", "a.b.d.json"},
+]
+
+
+@pytest.mark.parametrize("names", NO_FIELDS)
+def test_dots_in_names_are_no_fields_where_each_image_has_a_caption(tmp_path, names):
+    members = [(name, encoded() if name.endswith(".png") else b'{"text": "x"}') for name in sorted(names)]
+    samples = read_dataset(write_tar(tmp_path / "s.tar", members))
+    assert {sample.name for sample in samples} == {f"s.tar:{name}" for name in names if name.endswith(".png")}
+
+
+@pytest.mark.parametrize("names", [{"1.seg.png", "1.txt"}, {"v1.2.png", "v1.3.txt"}, {"1.seg.png"}])
+def test_a_field_alone_is_no_sample(tmp_path, names):
+    write_tar(tmp_path / "s.tar", [(name, encoded() if name.endswith(".png") else TEXT) for name in names])
+    with pytest.raises(InputError, match="has no caption, expected"):
+        read_dataset(tmp_path / "s.tar")
+
+
+def test_in_a_folder_an_image_without_caption_is_an_error_and_no_field(tmp_path):
+    save(tmp_path / "1.png")
+    save(tmp_path / "1.edited.png", caption=None)
+    with pytest.raises(InputError, match="^1.edited.png: has no caption, expected 1.edited.txt beside it"):
+        read_dataset(tmp_path)
