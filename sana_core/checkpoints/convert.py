@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from ..runtime.atomic_files import is_taken, output_file
 from .checkpoint import CheckpointInfo
 from .detect import TOKENIZERS, inspect_checkpoint
 from .files import brief
-from .headers import SAFETENSORS, map_file
+from .headers import PICKLED, SAFETENSORS, map_file
 from .load import load_part
 from .parts import describe
 from .tensor_files import write_tensors
@@ -30,9 +31,11 @@ GEMMA = "gemma2_2b.transformer.model."
 
 
 def convert_checkpoint(
-    source: Path, target: Path, dtype: str | None = None, resolution: int | None = None
+    source: Path, target: Path, dtype: str | None = None, resolution: int | None = None, ema: bool = False
 ) -> list[str]:
     """Write `source` to the safetensors file `target` and return a line for each component.
+
+    `ema` chooses the moving average of the weights in the .pth of a training.
 
     One component keeps diffusers' names as they are, with its configuration in the metadata; a pipeline becomes an
     all-in-one file. The file appears under its name only when it is whole. Raises InputError for a target that is
@@ -50,7 +53,9 @@ def convert_checkpoint(
         raise InputError(
             f"resolution: got {resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}; or leave it out"
         )
-    info = inspect_checkpoint(source)
+    info = inspect_checkpoint(source, ema)
+    if ema and info.path.suffix.lower() not in PICKLED:
+        raise InputError(f"ema: got it with {info.name}, expected the .pth of a training; leave it out")
     parts = info.parts or (info,)
     if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
         raise CheckpointError(f"{info.name}: got {describe(info)}, expected a SANA model; choose another file")
@@ -60,10 +65,11 @@ def convert_checkpoint(
         )
     tensors, configs, lines = {}, {}, []
     for part in parts:
-        own, configs[part.kind] = component(part, dtype, resolution)
+        own, configs[part.kind] = component(part, dtype, resolution, ema)
         single = len(parts) == 1
         tensors.update({name if single else full_name(part, name): value for name, value in own.items()})
         lines.append(f"{target.name}: {describe(part)}, {len(own)} tensors")
+        lines += part.notes
     write_file(tensors, target, {"format": "pt", "config": json.dumps(configs)})
     return lines
 
@@ -74,11 +80,13 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
         write_tensors(part, tensors, metadata)
 
 
-def component(info: CheckpointInfo, dtype: str | None, resolution: int | None) -> tuple[dict[str, torch.Tensor], dict]:
+def component(
+    info: CheckpointInfo, dtype: str | None, resolution: int | None, ema: bool
+) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors of one component by the library's names, checked, and its configuration."""
     wanted = getattr(torch, dtype) if dtype else info.dtype
     # they are written at once, and may be more than the memory
-    module = load_part(info, wanted, map_file, resolution)
+    module = load_part(info, wanted, partial(map_file, ema=ema), resolution)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
     if info.kind == "text_encoder":
         tokenizer = load_tokenizer(info)

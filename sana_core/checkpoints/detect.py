@@ -23,6 +23,7 @@ from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
 from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
+from .pickled import EMA
 from .schemas import MOST_CELLS
 
 # in an all-in-one file: what stands before the names of each component
@@ -53,12 +54,12 @@ VIDEO_VAES = (
 UNUSED_TEXT = ("lm_head.", "logit_scale")
 
 
-def inspect_checkpoint(path: Source) -> CheckpointInfo:
+def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
     """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
 
-    A checkpoint is returned as it is, so that one inspection serves all functions that take a Source. A folder is from
-    diffusers or transformers, whole or a single component, or NVIDIA's with checkpoints/ in it, which may have a
-    config.json too.
+    `ema` chooses the moving average of the weights in the .pth of a training. A checkpoint is returned as it is, so
+    that one inspection serves all functions that take a Source. A folder is from diffusers or transformers, whole or a
+    single component, or NVIDIA's with checkpoints/ in it, which may have a config.json too.
     A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError for a path that is
     not there, ReadError where the disk refuses, CheckpointError for a file that is broken or no weights file.
     """
@@ -72,7 +73,7 @@ def inspect_checkpoint(path: Source) -> CheckpointInfo:
 def inspect_path(path: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`. Raises OSError for a path that the operating system refuses."""
     if path.exists() and not path.is_dir():
-        return inspect_file(path)
+        return inspect_file(path, ema)
     if (path / "model_index.json").is_file():
         folders = [path / name for name in FOLDERS]
         found = [inspect_folder(folder) for folder in folders if (folder / "config.json").exists()]
@@ -84,7 +85,7 @@ def inspect_path(path: Path) -> CheckpointInfo:
     originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
     # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
     if originals and not weight_files(path):
-        return inspect_file(originals[0])
+        return inspect_file(originals[0], ema)
     if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         return inspect_folder(path)
     if path.is_dir():
@@ -97,13 +98,16 @@ def inspect_path(path: Path) -> CheckpointInfo:
     )
 
 
-def inspect_file(file: Path) -> CheckpointInfo:
+def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
     """As `inspect_checkpoint`, for a file; one of several shards stands for all of them."""
     index = find_index(file)
-    weights = read_sharded(index) if index else read_header(file)
+    weights = read_sharded(index) if index else read_header(file, ema)
     groups = components(weights.headers)
     config, is_beside = own_config(file, weights)
     parts = [recognise(file, names, weights, config, is_beside) for names in groups]
+    if EMA in weights.metadata:
+        note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
+        parts = [replace(part, notes=(*part.notes, note)) for part in parts]
     known = [part for part in parts if part.kind != "other"]
     if len(known) == 1 or not known:
         return (known or parts)[0]

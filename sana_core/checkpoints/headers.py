@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointError, MissingFileError
 from .files import REDOWNLOAD, START, brief, check_start, opened, parse_json, read_json, shown
-from .pickled import read_pickled
+from .pickled import EMA, list_pickled, read_pickled
 
 DTYPES = {
     "F64": torch.float64,
@@ -71,14 +71,19 @@ class Weights(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(file: Path) -> Weights:
+def read_header(file: Path, ema: bool = False) -> Weights:
     """Return the header of one weights file; of a .safetensors file nothing else is read.
+
+    `ema` chooses the moving average of the weights in a .pth. If the file has one that is not chosen, the metadata have
+    the entry EMA.
 
     Raises MissingFileError for a file that is gone, ReadError where the disk refuses, CheckpointError for one that is
     truncated, no safetensors file, or of another kind than .safetensors, .sft and .pth.
     """
     if file.suffix.lower() in PICKLED:
-        return Weights({name: Header(tuple(t.shape), t.dtype, file) for name, t in read_pickled(file).items()}, {})
+        stored, has_ema = list_pickled(file, ema)
+        headers = {name: Header(tensor.shape, tensor.storage.dtype, file) for name, tensor in stored.items()}
+        return Weights(headers, {EMA: "not chosen"} if has_ema else {})
     if file.suffix.lower() not in SAFETENSORS:
         raise CheckpointError(
             f"{shown(file)}: got a {brief(file.suffix) or 'nameless'} file, expected one of {', '.join(SUFFIXES)}; "
@@ -190,7 +195,7 @@ def read_file(file: Path, names: Collection[str] | None = None, half: bool = Fal
     missing file, and ReadError if the disk fails.
     """
     if file.suffix.lower() in PICKLED:
-        tensors = read_pickled(file, mapped=False)
+        tensors = read_pickled(file, mapped=False, names=names)
         if half:
             # One at a time, so that a float32 tensor is freed before the next one is converted.
             for name in tensors:
@@ -238,10 +243,13 @@ def exact_half(tensor: torch.Tensor) -> torch.Tensor:
     return half if all(torch.equal(one.float(), other) for one, other in parts) else tensor
 
 
-def map_file(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file whose header was read, mapped into memory, for what is done with them at once."""
+def map_file(file: Path, names: Collection[str] | None = None, ema: bool = False) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file whose header was read, mapped into memory, for what is done with them at once.
+
+    `ema` chooses the moving average of the weights in a .pth.
+    """
     if file.suffix.lower() in PICKLED:
-        return read_pickled(file)
+        return read_pickled(file, ema=ema)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

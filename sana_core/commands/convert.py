@@ -17,8 +17,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=path_of, help="a .safetensors file, which must not exist yet")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: as stored")
     parser.add_argument("--resolution", type=int, help="pixels that the model was trained at, where the file is wrong")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights in a training's .pth")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    for line in convert_checkpoint(arguments.source, arguments.target, arguments.dtype, arguments.resolution):
+    chosen = arguments.dtype, arguments.resolution, arguments.ema
+    for line in convert_checkpoint(arguments.source, arguments.target, *chosen):
         sys.stdout.write(f"{line}\n")
