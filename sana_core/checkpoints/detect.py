@@ -21,7 +21,7 @@ from .configs import Headers, architecture, autoencoder_name, contradiction, gem
 from .files import Json, brief, parse_json, read_json, readable, shown
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
-from .keys import BASE_BLOCK, Origin, autoencoder_origins, transformer_origins
+from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped
 from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
@@ -50,6 +50,8 @@ VIDEO_VAES = (
     ("diffusers", {"latents_mean", "decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.conv1.conv.weight"}),
     ("original", {"per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"}),
 )
+# A number that torch's AveragedModel stores beside the weights.
+AVERAGED = "n_averaged"
 # The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
 UNUSED_TEXT = ("lm_head.", "logit_scale")
 
@@ -102,7 +104,7 @@ def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
     """As `inspect_checkpoint`, for a file; one of several shards stands for all of them."""
     index = find_index(file)
     weights = read_sharded(index) if index else read_header(file, ema)
-    groups = components(weights.headers)
+    groups = components(file, weights.headers)
     config, is_beside = own_config(file, weights)
     parts = [recognise(file, names, weights, config, is_beside) for names in groups]
     if EMA in weights.metadata:
@@ -124,16 +126,35 @@ def find_index(file: Path) -> Path | None:
     return next((file.with_name(name) for name in names if file.with_name(name).is_file()), None)
 
 
-def components(names: Iterable[str]) -> list[dict[str, str]]:
-    """Return {name without its prefix: name} of each component in a file; a LoRA's prefixes are part of its names."""
+def components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
+    """Return {name without its prefix and wrappers: name} of each component in `file`.
+
+    A LoRA's prefixes are part of its names. Raises CheckpointError for two names that differ only in wrappers.
+    """
     groups: dict[int, dict[str, str]] = {}
     for name in names:
         if LORA.search(name):
             return [{name: name for name in names}]
-        found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(name))]
+        if name == AVERAGED:
+            continue
+        inner = unwrapped(name)
+        found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(inner))]
         number, start = found[0] if found else (len(PREFIXES), 0)
-        groups.setdefault(number, {})[name[start:]] = name
-    return list(groups.values()) or [{}]
+        first = groups.setdefault(number, {}).setdefault(inner[start:], name)
+        if first != name:
+            raise CheckpointError(
+                f"{shown(file)}: got {brief(first)} and {brief(name)}, expected one of them; use another file"
+            )
+    return [without_holders(group) for group in groups.values()] or [{}]
+
+
+def without_holders(names: dict[str, str]) -> dict[str, str]:
+    """Return `names` without what wrapping modules put before them, if they are a component's names then."""
+    if classify(set(names))[0] != "other":
+        return names
+    inner_names = {HOLDERS.sub("", inner): name for inner, name in names.items()}
+    is_known = len(inner_names) == len(names) and classify(set(inner_names))[0] not in ("other", "lora")
+    return inner_names if is_known else names
 
 
 def inspect_folder(folder: Path) -> CheckpointInfo:

@@ -49,6 +49,11 @@ BASE_BLOCK = "base_block"
 # what the transformer never reads: the null prompt, the buffer of positions, the head of the training's variance
 UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
 
+# Parts of names that torch.compile, FSDP and activation checkpointing insert, before any module.
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
+HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
+
 AUTOENCODER = (
     (r"main\.|op_list\.", ""),
     (r"\.project_in\.conv\.", ".conv_in."),
@@ -75,6 +80,11 @@ class Origin(NamedTuple):
     name: str
     part: int = 0
     parts: int = 1
+
+
+def unwrapped(name: str) -> str:
+    """Return `name` without the parts that torch.compile, FSDP and activation checkpointing insert."""
+    return WRAPPERS.sub("", name)
 
 
 def transformer_origins(names: set[str]) -> dict[str, Origin]:

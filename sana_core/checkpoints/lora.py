@@ -15,6 +15,7 @@ from ..model.reference import RULES
 from . import CheckpointInfo, find_part, inspect_checkpoint
 from .files import Json, brief, parse_json, read_json
 from .headers import PICKLED, read_file
+from .keys import HOLDERS, unwrapped
 from .load import check_finite
 from .schemas import check_peft
 
@@ -29,12 +30,15 @@ ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
 # dots: kohya's, OneTrainer's, SimpleTuner's
 DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
 FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
-# what comes after a layer's name in the keys of a file: a part of LoRA, DoRA, LoHa or LoKr, without the name that PEFT
-# gives to an adapter in memory; or of other adapters, of differences and of LoRAs in diffusers' old names, which
-# ComfyUI alone reads
+# What torch.compile and FSDP insert into names with underscores, and what DDP puts before the module's name.
+FLAT_WRAPPERS = re.compile(r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)_")
+FLAT_HOLDERS = re.compile(rf"^({'|'.join(FLAT)})(?:module_|model_)+")
+# What comes after a layer's name in the keys of a file. Group 1 is a part of LoRA, DoRA, LoHa or LoKr, without the name
+# that PEFT and diffusers give to an adapter in memory, such as default or default_0. The rest are other adapters,
+# differences and LoRAs in diffusers' old names, which only ComfyUI reads.
 LEAF = re.compile(
     rf"(?:\.(lora_A|lora_B|lora_down|lora_up|lora_mid|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|{ROWS}"
-    r"|alpha|dora_scale)(?:\.default)?(?:\.weight)?"
+    r"|alpha|dora_scale)(?:\.(?!weight$|bias$)[\w-]+)?(?:\.weight)?"
     r"|\.lora(?:_linear_layer)?\.(?:up|down)\.weight|_lora\.(?:up|down)\.weight|\.lokr_\w+|\.[ab][12]\.weight"
     r"|\.(?:oft_blocks|rescale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight))$"
 )
@@ -131,7 +135,7 @@ def read_adapters(
     settings, known = peft_settings(info), written_names(shapes)
     found = FileAdapters({}, {}, {})
     for written, own in split_layers(tensors).items():
-        layer, parts = known.get(written), parts_of(own)
+        layer, parts = known.get(written) or known.get(unwrapped_layer(written)), parts_of(own)
         if layer is None or parts is None:
             found.others[written] = own
             continue
@@ -173,6 +177,11 @@ def written_names(layers: Iterable[str]) -> dict[str, str]:
         names |= {prefix + layer: layer for prefix in DOTTED}
         names |= {prefix + layer.replace(".", "_"): layer for prefix in FLAT}
     return names
+
+
+def unwrapped_layer(name: str) -> str:
+    """Return the name of a layer in a file without what torch.compile, DDP, FSDP and PEFT add to it."""
+    return HOLDERS.sub("", FLAT_HOLDERS.sub(r"\1", FLAT_WRAPPERS.sub("", unwrapped(name))))
 
 
 def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:

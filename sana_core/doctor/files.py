@@ -10,7 +10,7 @@ import torch
 from ..checkpoints import CheckpointInfo, inspect_checkpoint
 from ..checkpoints.fingerprint import weight_files
 from ..checkpoints.headers import PICKLED, SUFFIXES
-from ..checkpoints.lora import whole_adapters, without_values, written_names
+from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
 from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
@@ -163,4 +163,4 @@ def has_layers_of_sana(info: CheckpointInfo) -> bool:
         f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")
     )
     begins = tuple(f"{name}." for name in names)
-    return any(header.startswith(begins) for header in info.headers)
+    return any(unwrapped_layer(header).startswith(begins) for header in info.headers)
