@@ -10,3 +10,10 @@ DIALECTS = {
     "simpletuner": ("lycoris_{flat}", ".lora_down.weight", ".lora_up.weight"),
     "core": ("diffusion_model.{name}", ".lora_down.weight", ".lora_up.weight"),
 }
+# Names that ComfyUI's own loader does not know: wrappers of compiling, DDP and PEFT.
+WRAPPED = {
+    "compiled": ("transformer._orig_mod.{name}", ".lora_A.weight", ".lora_B.weight"),
+    "ddp, peft": ("module.base_model.model.{name}", ".lora_A.default_0.weight", ".lora_B.default_0.weight"),
+    "unet": ("unet.{name}", ".lora_A.weight", ".lora_B.weight"),
+    "kohya, compiled": ("lora_unet__orig_mod_{flat}", ".lora_down.weight", ".lora_up.weight"),
+}

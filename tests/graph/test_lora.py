@@ -4,7 +4,7 @@ import layouts
 import pytest
 import torch
 from in_process import NodeError
-from lora_dialects import DIALECTS
+from lora_dialects import DIALECTS, WRAPPED
 
 LINEAR = "transformer_blocks.2.attn2.to_q"
 CONV = "transformer_blocks.1.ff.conv_inverted"
@@ -21,7 +21,7 @@ def matrices(layer):
 
 
 def written(dialect, layers=(LINEAR, CONV)):
-    pattern, down_key, up_key = DIALECTS[dialect]
+    pattern, down_key, up_key = {**DIALECTS, **WRAPPED}[dialect]
     tensors = {}
     for layer in layers:
         name = pattern.format(name=layer, flat=layer.replace(".", "_"))
@@ -77,6 +77,13 @@ def test_every_dialect_gives_the_merged_picture(host, base_graph, put, merged, d
     expected = merged(graph, {LINEAR: 1.0, CONV: 1.0})
     assert (got - plain).abs().max() > 0.01
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dialect", WRAPPED)
+def test_a_lora_with_wrappers_in_its_names_gives_the_merged_image(host, base_graph, put, merged, dialect):
+    name = put("loras", "lora.safetensors", written(dialect))
+    got = host.run(with_lora(base_graph(steps=3), lora=ours(name)))["latent"]["samples"]
+    torch.testing.assert_close(got, merged(base_graph(steps=3), {LINEAR: 1.0, CONV: 1.0}), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("loader", [ours, core])

@@ -8,7 +8,7 @@ import torch
 from adapted import learn_something, save_adapter
 from checkpoints import CHECKPOINTS, trained_on_both
 from diffusers import SanaPipeline
-from lora_dialects import DIALECTS
+from lora_dialects import DIALECTS, WRAPPED
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from pictures import write_pictures
@@ -53,7 +53,7 @@ def write(tmp_path, tensors, **metadata):
 
 
 def named(lora, dialect="diffusers"):
-    name, first, second = DIALECTS[dialect]
+    name, first, second = {**DIALECTS, **WRAPPED}[dialect]
     tensors = {}
     for module, (down, up) in lora.items():
         layer = name.format(name=module, flat=module.replace(".", "_"))
@@ -71,7 +71,7 @@ def test_from_a_file_of_this_package(checkpoint, tmp_path, kind, targets, alpha)
     assert (got - velocity(sana_core.load_transformer(checkpoint))).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", [*DIALECTS, *WRAPPED])
 def test_from_each_dialect(checkpoint, tmp_path, lora, dialect):
     file = write(tmp_path, named(lora[0], dialect))
     torch.testing.assert_close(begun(checkpoint, file, alpha=2.0), lora[1], atol=1e-4, rtol=0)
