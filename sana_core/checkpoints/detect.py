@@ -69,10 +69,10 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
         return path
     path = Path(path)
     with readable(path):
-        return inspect_path(path)
+        return inspect_path(path, ema)
 
 
-def inspect_path(path: Path) -> CheckpointInfo:
+def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
     """As `inspect_checkpoint`. Raises OSError for a path that the operating system refuses."""
     if path.exists() and not path.is_dir():
         return inspect_file(path, ema)

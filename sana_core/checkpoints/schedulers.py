@@ -62,9 +62,9 @@ def scheduler_of(info: CheckpointInfo) -> Scheduler:
         return Scheduler(DEFAULTS.sampler)
     if not isinstance(name, str) or name not in {row.scheduler[0] for row in SAMPLERS.values()}:
         return Scheduler(DEFAULTS.sampler, (brief(name),))
-    order = config.get("solver_order", 2) if name == DPM_SOLVER else None
     samplers = {row.scheduler: key for key, row in SAMPLERS.items()}
-    known_order = order is None or (type(order) is int and (name, order) in samplers)
+    order = config.get("solver_order", 2) if name == DPM_SOLVER else None
+    known_order = name != DPM_SOLVER or (type(order) is int and (name, order) in samplers)
     sampler = samplers[name, order] if known_order else DEFAULTS.sampler
     unknown = [
         f"{field} {brief(config[field])}"

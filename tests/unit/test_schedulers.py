@@ -79,6 +79,7 @@ def test_images_of_a_folder_are_those_of_diffusers_with_its_scheduler(copy, name
         (DPM, {"thresholding": True}, "thresholding True"),
         (DPM, {"solver_order": 4}, "solver_order 4"),
         (DPM, {"solver_order": []}, "solver_order []"),
+        (DPM, {"solver_order": None}, "solver_order None"),
         (EULER, {"shift_terminal": 0.1}, "shift_terminal 0.1"),
         (EULER, {"num_train_timesteps": 500}, "num_train_timesteps 500"),
         (EULER, {"use_dynamic_shifting": True}, "use_dynamic_shifting True"),
