@@ -78,9 +78,9 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
     with torch.no_grad():
         with fake_accelerators(first):
             call = denoiser(model, prompt, prompt, 4.5, perturbed=attention)
-            call(x, torch.tensor(0.5))
+            call(x, 0.5)
         with fake_accelerators(second):
-            call(x, torch.tensor(0.5))
+            call(x, 0.5)
     side = pixels // 32
     passes = count_passes(4.5, perturbed)
     predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True, passes=passes)

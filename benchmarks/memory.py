@@ -31,9 +31,9 @@ def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[in
     prompt = torch.randn(1, 300, 2304, dtype=dtype), torch.ones(1, 300)
     x = torch.randn(1, 32, side, side)
     with torch.inference_mode():
-        denoiser(model, prompt, prompt, 4.5)(x[..., :2, :2].contiguous(), torch.tensor(0.5))  # buffers made once
+        denoiser(model, prompt, prompt, 4.5)(x[..., :2, :2].contiguous(), 0.5)  # buffers made once
         with PeakMemory(torch.device("cpu")) as peak:
-            denoiser(model, prompt, prompt, 4.5)(x, torch.tensor(0.5))
+            denoiser(model, prompt, prompt, 4.5)(x, 0.5)
     return peak.bytes, transformer_bytes(Architecture(width, BLOCKS), side, side, 1, dtype, accelerator=False)
 
 

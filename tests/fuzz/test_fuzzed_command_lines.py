@@ -97,7 +97,7 @@ GOOD = [
     ["decode", "latents.safetensors", "--checkpoint", "model", "--out", "a.png", "--method", "strips", "--overwrite"],
     ["plan", "1.6B", "--width", "1024", "--height", "1024", "--batch", "2", "--dtype", "float32", "--json"],
     ["inspect", "model", "lora.safetensors"],
-    ["convert", "model/vae", "new.safetensors", "--dtype", "float16", "--resolution", "512"],
+    ["convert", "model/transformer", "new.safetensors", "--dtype", "float16", "--resolution", "512"],
 ]
 FLAGS = sorted({word for line in GOOD for word in line if word.startswith("--")})
 FLAGS += ["--negative-prompt", "--reference", "--out-shared", "--vae", "--device", "--help", "--che", "--wid", "--x"]

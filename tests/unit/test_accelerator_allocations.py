@@ -107,12 +107,12 @@ def test_a_step_without_memory_says_so_leaves_nothing_and_goes_well_the_next_tim
         x = torch.empty(1, 32, 32, 32, device=FIRST)
     plain = Card()
     with fake_accelerators(plain), torch.no_grad():
-        denoiser(model, prompt, prompt, 4.5)(x, torch.tensor(0.5))
+        denoiser(model, prompt, prompt, 4.5)(x, 0.5)
     assert plain.allocations > 200 and plain.alive[FIRST] == 0
     for wanted in numbers(plain.allocations, 6):
         card = Card(wanted=wanted)
         with fake_accelerators(card), torch.no_grad():
             with pytest.raises(torch.OutOfMemoryError):
-                denoiser(model, prompt, prompt, 4.5)(x, torch.tensor(0.5))
+                denoiser(model, prompt, prompt, 4.5)(x, 0.5)
             assert card.alive[FIRST] == 0, wanted
-            assert denoiser(model, prompt, prompt, 4.5)(x, torch.tensor(0.5)).shape == x.shape
+            assert denoiser(model, prompt, prompt, 4.5)(x, 0.5).shape == x.shape

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import layouts
 import pytest
 import torch
 import video_models
@@ -60,7 +61,11 @@ MODES = {
         **{method: f"LATENTS --checkpoint TINY --method {method}" for method in decode.METHODS if method != "auto"},
     },
     "train": {"a run": "SETTINGS", "a plan": "SETTINGS --plan", "a plan for a GPU": "SETTINGS --plan --card 8"},
-    "convert": {"a component": "TINY_VAE out.safetensors", "a whole model": "TINY out.safetensors"},
+    "convert": {
+        "a component": "TINY_VAE out.safetensors",
+        "a whole model": "TINY out.safetensors",
+        "a training": "TRAINED out.safetensors",
+    },
     "inspect": {"a model": "TINY"},
     "doctor": {"the computer": "--seconds 0", "files": "TINY_VAE --seconds 0"},
     "plan": {
@@ -122,7 +127,7 @@ OPTIONS = {
         "card": "--card 24",
         "cards": "--cards 2",
     },
-    "convert": {"dtype": "--dtype float32", "resolution": "--resolution 2048"},
+    "convert": {"dtype": "--dtype float32", "resolution": "--resolution 2048", "ema": "--ema"},
     "inspect": {},
     "doctor": {"device": "--device cuda:7", "seconds": "--seconds nan", "json": "--json report.json"},
     "plan": {
@@ -210,7 +215,16 @@ def inputs(tmp_path_factory):
         "FIRST": first,
         "SECOND": second,
         "SETTINGS": folder / "run.toml",
+        "TRAINED": trained_file(folder / "trained_1024px.pth"),
     }
+
+
+def trained_file(file):
+    """The .pth of a training, with weights and their moving average."""
+    tensors = layouts.nvidia(layouts.transformer())
+    average = {name: tensor + 0.5 for name, tensor in tensors.items()}
+    torch.save({"state_dict": tensors, "state_dict_ema": average}, file)
+    return file
 
 
 class Outcome(NamedTuple):

@@ -50,9 +50,9 @@ def live_bytes(model, pixels, images, prompts, passes, dtype=torch.bfloat16, int
     with torch.no_grad(), fake_accelerators(counter):
         guidance = 1.0 if passes.computed == 1 else 4.5
         call = denoiser(model, positive, negative, guidance, perturbed=attention, interval=interval)
-        call(x, torch.tensor(0.5))
+        call(x, 0.5)
         if interval != (1.0, 0.0):
-            call(x, torch.tensor(0.9))
+            call(x, 0.9)
     # a buffer of the model, which the weights of a plan do not include
     return counter.peak[FIRST] + (0 if embedding is None else embedding.numel() * embedding.element_size())
 

@@ -101,7 +101,7 @@ def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits(
     cond, uncond = (embeds[:1], mask[:1]), (embeds[1:], mask[1:])
 
     def draw(model, perturbed=None):
-        return denoiser(model, cond, uncond, 4.5, perturbed=perturbed)(x, torch.tensor(0.7))
+        return denoiser(model, cond, uncond, 4.5, perturbed=perturbed)(x, 0.7)
 
     def together(count, perturbed=None, speeds=None):
         split = Split([CPU] * count, speeds)
