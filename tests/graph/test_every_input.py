@@ -193,7 +193,13 @@ ROWS["TrainControlNet"] = (
     {**TRAIN, "name": "every-control", "blocks": 2},
     {**OTHER_TRAIN, "name": "every-control-2", "blocks": 1},
 )
-CASES = [(node, name) for node, (_, others) in ROWS.items() for name in others]
+# SANA Doctor looks through all model files.
+SLOW = {("Doctor", "files")}
+CASES = [
+    pytest.param(node, name, marks=[pytest.mark.slow] if (node, name) in SLOW else [])
+    for node, (_, others) in ROWS.items()
+    for name in others
+]
 
 
 def test_every_input_of_every_node_is_in_the_table(host):

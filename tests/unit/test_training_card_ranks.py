@@ -6,7 +6,7 @@ import pytest
 import torch
 from card_ranks import card_of, misplaced
 from launched import OLD, results_of
-from test_training_ranks import KINDS, METHODS, numbers, settings
+from test_training_ranks import METHODS, numbers, settings
 from tiny import tiny_transformer
 
 from sana_core.model.reference import NVIDIA
@@ -59,7 +59,7 @@ def one_step(run_settings, ranks, variant, reference):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("fsdp_offload", marks=pytest.mark.slow)])
 def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_process(kind):
     def learn_all(ranks):
         results = []

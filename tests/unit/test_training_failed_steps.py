@@ -180,7 +180,7 @@ def fail(settings, ranks, report=lambda line: None, before=lambda rank: None):
     ("kind", "damage"),
     [
         ("folder", "cut"),
-        ("tars", "cut"),
+        pytest.param("tars", "cut", marks=pytest.mark.slow),
         *(pytest.param("folder", name, marks=pytest.mark.slow) for name in DAMAGES if name != "cut"),
         *(pytest.param("tars", name, marks=pytest.mark.slow) for name in ("empty", "removed")),
     ],

@@ -161,7 +161,8 @@ def test_one_of_four_ranks_that_fails_ends_all(phase, settings, monkeypatch, cap
     check_ends(phase, 2, "fsdp", 4, settings, monkeypatch, capfd)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_ranks_end_by_themselves_where_the_backend_waits_for_the_failed_one(victim, settings, monkeypatch, capfd):
     """NCCL waits for the others in the end of a process group, and never hears that a process has failed."""
     run_settings = settings("fsdp")
