@@ -3,6 +3,7 @@
 import hashlib
 import random
 import shutil
+import sys
 from dataclasses import fields, is_dataclass
 
 import layouts
@@ -261,8 +262,11 @@ def files(host):
             image.convert("L").save(data / f"{index}-control.png")
             (data / f"{index}.txt").write_text(prompt(*combo))
     yield
-    for path in (*places, host.output / "sana_training", host.output / "loras"):
+    results = [host.output / name for name in ("sana_training", "loras", "controlnet")]
+    for path in (*places, *results):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    # ComfyUI's lists of files fail on a folder that is gone.
+    sys.modules["folder_paths"].filename_list_cache.clear()
 
 
 def sources():
