@@ -80,15 +80,15 @@ def scheduler_of(info: CheckpointInfo) -> Scheduler:
 
 
 def scheduler_notes(info: CheckpointInfo) -> list[str]:
-    """Return lines for the user where the scheduler of the image transformer `info` is not SANA's usual one."""
-    sampler = scheduler_of(info).sampler
+    """Return lines for the user if the scheduler of the image transformer `info` is not SANA's usual one."""
+    scheduler = scheduler_of(info)
     lines = []
-    if sampler != DEFAULTS.sampler:
-        lines.append(f"scheduler: saved with {sampler}; choose that sampler, or switch model_defaults on")
-    return lines + unavailable_notes(info)
+    if scheduler.sampler != DEFAULTS.sampler:
+        lines.append(f"scheduler: saved with {scheduler.sampler}; choose that sampler, or switch model_defaults on")
+    return lines + unavailable_notes(scheduler)
 
 
-def unavailable_notes(info: CheckpointInfo) -> list[str]:
-    """Return a line if the scheduler of the image transformer `info` has settings that this package does not have."""
-    unknown = scheduler_of(info).unknown
+def unavailable_notes(scheduler: Scheduler) -> list[str]:
+    """Return a line if `scheduler` has settings that this package does not have."""
+    unknown = scheduler.unknown
     return [f"scheduler: {', '.join(unknown)} not available; images differ from diffusers' images"] if unknown else []

@@ -24,6 +24,7 @@ from ..batch.png import describe_settings, encode_png, file_name
 from ..batch.progress import Progress, WorkerReport
 from ..batch.prompts import read_prompts
 from ..batch.writers import Writers, default_threads
+from ..checkpoints import inspect_checkpoint
 from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
@@ -63,8 +64,9 @@ def run(arguments: argparse.Namespace) -> None:
     seeds = [arguments.seed if prompt.seed is None else prompt.seed for prompt in prompts]
     images = batch_images(len(prompts), count, seeds)
     workload = Workload([prompt.text for prompt in prompts], images, arguments.chunk)
-    settings = resolve_settings(settings_of(arguments), arguments.checkpoint)
-    show_scheduler(arguments.checkpoint)
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    settings = resolve_settings(settings_of(arguments), checkpoint)
+    show_scheduler(checkpoint)
     make_folder(arguments.out)
     # a folder of another program is left as it is
     read_manifest(arguments.out)

@@ -11,7 +11,8 @@ from pathlib import Path
 from ..batch.local import local_devices
 from ..batch.pipeline import DTYPES, SamplingSettings
 from ..checkpoints import inspect_checkpoint
-from ..checkpoints.schedulers import unavailable_notes
+from ..checkpoints.checkpoint import Source
+from ..checkpoints.schedulers import scheduler_of, unavailable_notes
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
@@ -159,11 +160,11 @@ def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
     return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
-def show_scheduler(checkpoint: Path) -> None:
+def show_scheduler(checkpoint: Source) -> None:
     """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
     for part in inspect_checkpoint(checkpoint).parts:
         if part.kind == "transformer":
-            for line in unavailable_notes(part):
+            for line in unavailable_notes(scheduler_of(part)):
                 show_status(line)
 
 
