@@ -1,4 +1,4 @@
-"""A fixed rule that says what an image of sana-tiny shows. It knows the palette and the shapes, never the prompt."""
+"""A fixed rule that recognises shape and colours in an image of sana-tiny, without reading the prompt."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Verdict(NamedTuple):
 
 
 def judge(image: np.ndarray) -> Verdict:
-    """Say what `image`, uint8 [H, W, 3], shows.
+    """Return colour, shape and background of `image`, uint8 [H, W, 3].
 
-    Each pixel takes the nearest palette colour. The commonest one along the border is the background, the commonest
-    of the others the colour, if it covers 1 % of the picture. The shape is the template with the largest
-    intersection over union with the largest patch that lies nearer to the colour than to the background.
+    Each pixel takes the nearest palette colour. The most frequent colour along the border is the background. The most
+    frequent other colour is the colour of the shape, if it covers 1 % of the image. The shape is the template with the
+    largest intersection over union with the largest patch whose pixels are closer to that colour than to the
+    background.
     """
     palette = np.array(list(COLOURS.values()), dtype=np.float32)
     names = list(COLOURS)

@@ -1,4 +1,4 @@
-"""SANA's samplers, one function each, as in k-diffusion, and SAMPLERS, the table of them.
+"""SANA's samplers in the style of k-diffusion, and the table SAMPLERS.
 
 x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A sampler calls model(x, sigma), which returns x0, once or
 more in a step. Sigmas are Python numbers, read once before the first step, so no step waits for the device.

@@ -1,4 +1,4 @@
-"""OPTIMIZERS, the table of them, stochastic rounding of weights in bf16, and the moving average of what is trained.
+"""The table OPTIMIZERS, stochastic rounding of weights in bf16, and the moving average of what is trained.
 
 bf16 has 8 bits of precision: an update of less than 1/512 of a weight is rounded away every time. Computed in fp32 and
 rounded up or down by chance, in proportion to how near each is, it is there in expectation (Zamirai et al. 2020, arXiv

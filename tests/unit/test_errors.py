@@ -14,7 +14,8 @@ FAMILY = {name: kind for name, kind in vars(errors).items() if isinstance(kind, 
 BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsError", "ConnectionError", "RuntimeError"}
 # where an exception never reaches the user: what raises is caught in the same file
 CAUGHT = {"load_quantised", "protobuf_fields", "read_small", "unique", "varint"}
-CAUGHT |= {"evaluate", "place_of", "result_of", "storage_of"}  # of checkpoints/pickled.py
+# checkpoints/pickled.py
+CAUGHT |= {"evaluate", "place_of", "result_of", "storage_of"}
 MESSAGES = [pytest.param(text, id=f"{path.stem}:{line}") for path in SOURCES for line, text in sorted(messages(path))]
 
 
