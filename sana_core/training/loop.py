@@ -192,7 +192,7 @@ def saved_when_cancelled(now: Run) -> Iterator[None]:
                 settle(now)
             except Exception:
                 # The error of saving is raised, and this one would be lost.
-                logger.error("%s", error or type(error).__name__)
+                logger.error("%s", str(error) or type(error).__name__)
                 raise
         raise
 

@@ -432,17 +432,18 @@ def test_a_broken_image_is_named_again_by_each_start_of_a_streamed_run_and_the_s
         assert {file.name: file.read_bytes() for file in newest(settings.out).iterdir() if file.is_file()} == state
 
 
-def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make, monkeypatch, caplog):
+@pytest.mark.parametrize(("failure", "text"), [("bug", "a bug"), ("interrupt", "KeyboardInterrupt")])
+def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make, monkeypatch, caplog, failure, text):
     settings = make(stream=False)
 
     def full_disk(*values):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(train, "export", full_disk)
-    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, FAILURES["bug"]))
+    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, FAILURES[failure]))
     with pytest.raises(OSError, match="No space left on device"):
         train.train(settings)
-    assert "a bug" in caplog.text
+    assert text in [record.getMessage() for record in caplog.records]
 
 
 BROKEN = (1, 4, 6)
