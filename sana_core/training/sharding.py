@@ -160,11 +160,13 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     assert device is not None
     options = fsdp_options(settings, device, ranks)
     mesh = options["mesh"]
-    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
         if not isinstance(block, fsdp.FSDPModule):
-            materialize_params(block, replacements, device)
+            # The dict ends with the call, so that the whole weights of a block are freed once it has its rows.
+            materialize_params(block, {}, device)
             fsdp.fully_shard(block, **options)
+    # The models may share what stays whole.
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for model in models:
         # FSDP moves only the parameters that it divides and the buffers of their modules.
         materialize_params(model, replacements, device)

@@ -132,7 +132,7 @@ def make_train_state(
             model.enable_gradient_checkpointing()
     for model in models:
         allow_no_float64(model, ranks.device or device or transformer.device)
-    # of the whole model no more than a block is on the device at once while it is put into rows
+    # Shards go to the device block by block. Only one block at a time is whole there.
     layout = lay_out(models, settings, ranks)
     parameters = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     if layout.shards is not None:

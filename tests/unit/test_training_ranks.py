@@ -1,5 +1,6 @@
 """Several ranks learn what one process learns on the joined batch, however they hold the model."""
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,6 +156,26 @@ def test_what_runs_is_what_was_asked_for():
     (words, blocks, here, whole), (_, _, there, _) = results_of(2, describe)
     assert all(blocks) and here + there == whole and max(here, there) < 0.51 * whole
     assert words.startswith("FSDP over gloo: 2 processes, 3 gathered modules") and f"{here:,} lie on this one" in words
+
+
+@pytest.mark.parametrize("method", ["full", "controlnet"])
+def test_the_whole_weights_of_a_block_are_freed_before_the_next_block_is_put_into_rows(method, monkeypatch):
+    from torch.distributed import fsdp
+
+    put_into_rows, wholes, alive = fsdp.fully_shard, [], []
+
+    def record(block, **options):
+        alive.append(sum(weight() is not None for weight in wholes))
+        wholes.extend(weakref.ref(weight) for weight in block.parameters() if type(weight) is torch.nn.Parameter)
+        return put_into_rows(block, **options)
+
+    def count(ranks):
+        make_train_state(tiny_transformer(layers=3), 3.0, settings("fsdp", method), ranks=ranks)
+        return alive, len(wholes)
+
+    monkeypatch.setattr(fsdp, "fully_shard", record)
+    for left, weights in results_of(2, count):
+        assert left == [0] * len(left) and len(left) > 3 and weights > 30
 
 
 @pytest.mark.parametrize("name", ["SanaBlock", "SanaMSBlock", "SanaTransformerBlock", "GLUMBConv", "SanaDoubleBlock"])
