@@ -1,6 +1,7 @@
 """An error about an input begins with the name of the input, for every input of every node."""
 
 import math
+import shutil
 
 import pytest
 import video_models
@@ -21,7 +22,9 @@ SIZE = {"width": 64, "height": 64}
 
 @pytest.fixture(scope="module")
 def video(host):
-    return video_models.save_folder("480p", host.models / "diffusers" / "video-480p")
+    folder = video_models.save_folder("480p", host.models / "diffusers" / "video-fields")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
