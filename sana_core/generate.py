@@ -16,10 +16,10 @@ from .batch.local import generate_local
 from .batch.pipeline import SamplingSettings, resolve_settings
 from .batch.plan import FailedImage, ImageInputs, Step, Workload, batch_images, failed_images
 from .batch.progress import OnStatus, WorkerReport, no_status
-from .checkpoints.files import Json
 from .errors import FailedImagesError, InputError
 from .model.known_models import DEFAULT_RESOLUTION
 from .model.latents import latent_shape
+from .runtime.text import Json
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

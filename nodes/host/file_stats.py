@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...sana_core.checkpoints.detect import SHARD
-from ...sana_core.checkpoints.files import shown
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.errors import CheckpointError
+from ...sana_core.runtime.text import shown
 from ...sana_core.training.data_files import list_folder
 
 if TYPE_CHECKING:

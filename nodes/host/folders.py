@@ -15,11 +15,12 @@ import comfyui_version
 import folder_paths
 
 from ...sana_core.checkpoints.downloads import DOWNLOADS, file_names, where_to_get
-from ...sana_core.checkpoints.files import brief, parse_json, read_bytes
+from ...sana_core.checkpoints.files import parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 from ...sana_core.model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
+from ...sana_core.runtime.text import brief
 
 logger = logging.getLogger(__name__)
 

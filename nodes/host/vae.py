@@ -15,7 +15,6 @@ from diffusers import AutoencoderDC
 
 from ...sana_core.checkpoints import find_part, inspect_checkpoint
 from ...sana_core.checkpoints.checkpoint import Source
-from ...sana_core.checkpoints.files import Json
 from ...sana_core.checkpoints.load import load_part
 from ...sana_core.decode import DecodeOptions, decode_into, encode_images
 from ...sana_core.decode.plan import UNBOUNDED, Planner
@@ -24,6 +23,7 @@ from ...sana_core.errors import InputError
 from ...sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
 from ...sana_core.model.layers import arrange_convolutions
 from ...sana_core.runtime.cancellation import Poll, Polled
+from ...sana_core.runtime.text import Json
 from .compat import empty_vae, free_memory, path_of, remember_loader
 from .file_stats import reloader
 from .folders import one_gpu_note

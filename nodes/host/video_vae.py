@@ -11,12 +11,12 @@ import comfy.model_management
 import comfy.sd
 import torch
 
-from ...sana_core.checkpoints.files import brief
 from ...sana_core.checkpoints.headers import read_tensors
 from ...sana_core.checkpoints.load import build_module, check_finite, check_names
 from ...sana_core.errors import CheckpointError, SanaError
 from ...sana_core.runtime.accelerator import is_out_of_memory
 from ...sana_core.runtime.cancellation import Polled
+from ...sana_core.runtime.text import brief
 from .weights import read
 
 if TYPE_CHECKING:

@@ -15,12 +15,13 @@ import comfy.utils
 import torch
 
 from ...sana_core.checkpoints.detect import SAVED_CONFIG
-from ...sana_core.checkpoints.files import brief, parse_json
+from ...sana_core.checkpoints.files import parse_json
 from ...sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
 from ...sana_core.checkpoints.kinds import KINDS
 from ...sana_core.checkpoints.load import build_module, component_tensors, fill
 from ...sana_core.errors import CheckpointError
 from ...sana_core.runtime.cancellation import Polled
+from ...sana_core.runtime.text import brief
 from .layers import adopt, is_mixed, is_stored
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoints.clip import clip_files
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import CheckpointError, InputError
 from ..runtime.checks import RENAME, check_text, check_whole
+from ..runtime.text import Json
 from .local import local_devices
 from .pipeline import SamplingSettings
 from .plan import LARGEST_COUNT, FailedImage, Generated, ImageSpec, Workload, failed_images

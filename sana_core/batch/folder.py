@@ -16,10 +16,10 @@ from stat import S_ISREG
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..checkpoints.files import Json
 from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, patiently, reason_of, remove, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
+from ..runtime.text import Json
 from .plan import LARGEST_SEED, ImageSpec
 from .png import describe_image, file_name, is_damaged, parse_finite, read_entry, write_image
 

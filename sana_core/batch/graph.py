@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..checkpoints.files import Json
 from ..model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
+from ..runtime.text import Json
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import OnBytes, fingerprint
 from ..runtime.atomic_files import digest_of, patiently, write_whole
 from ..runtime.checks import RENAME, check_text
 from ..runtime.image_files import levels, write_png
+from ..runtime.text import Json
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
 from .pipeline import SamplingSettings

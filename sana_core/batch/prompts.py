@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..checkpoints.files import Json, brief
 from ..errors import InputError
 from ..runtime.checks import check_text
+from ..runtime.text import Json, brief
 from ..runtime.user_files import read_user_file
 from .plan import LARGEST_SEED
 

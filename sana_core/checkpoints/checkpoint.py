@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..runtime.text import Json, shown
 from .configs import Headers
-from .files import Json, shown
 from .headers import Weights
 from .keys import Origin
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from .files import LARGEST_TEXT, REDOWNLOAD, Json, brief, read_bytes, read_json, readable, shown
+from ..runtime.text import Json, brief, shown
+from .files import LARGEST_TEXT, REDOWNLOAD, read_bytes, read_json, readable
 from .headers import Header, Weights, read_header, read_sharded, read_tensors
 from .load import fill
 from .schemas import (

@@ -20,7 +20,7 @@ from ..model.known_models import (
     Architecture,
 )
 from ..model.latents import DOWNSCALE
-from .files import Json, brief
+from ..runtime.text import Json, brief
 from .headers import Header
 
 Headers = Mapping[str, Header]

@@ -11,9 +11,9 @@ import torch
 from ..errors import CheckpointError, ExistingFileError, InputError
 from ..model.known_models import RESOLUTIONS
 from ..runtime.atomic_files import is_taken, output_file
+from ..runtime.text import brief
 from .checkpoint import CheckpointInfo
 from .detect import TOKENIZERS, inspect_checkpoint
-from .files import brief
 from .headers import PICKLED, SAFETENSORS, map_file
 from .load import load_part
 from .parts import describe

@@ -16,9 +16,10 @@ from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, 
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
+from ..runtime.text import Json, brief, shown
 from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import Headers, architecture, autoencoder_name, contradiction, gemma_width, resolution_config
-from .files import Json, brief, parse_json, read_json, readable, shown
+from .files import parse_json, read_json, readable
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped

@@ -8,12 +8,9 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
 
 from ..errors import CheckpointError, MissingFileError, ReadError, SanaError
-
-# a JSON object, as it was read or is to be written: a configuration, an index, metadata
-Json = dict[str, Any]
+from ..runtime.text import Json, brief, shown
 
 REDOWNLOAD = "download it again"
 INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
@@ -25,23 +22,6 @@ LFS_POINTER = b"version https://git-lfs"
 WEB_PAGE = (b"<!doctype", b"<html", b"<?xml")
 # bytes that tell both
 START = 64
-
-
-def shown(file: Path) -> str:
-    """Return how errors name a file: with its folder, for in diffusers' folders the names are all the same."""
-    return f"{file.parent.name}/{file.name}"
-
-
-def brief(value: object, length: int = 60) -> str:
-    """Return `value` for an error: in ASCII, on one line, no longer than `length`.
-
-    Of an error of the operating system only the reason is returned, without its number and the file's name.
-    """
-    if isinstance(value, OSError) and value.strerror:
-        value = value.strerror
-    text = str(value) if isinstance(value, str | Exception) else repr(value)[: 10 * length]
-    text = ascii(" ".join(text[: 10 * length].split()))[1:-1]
-    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 @contextmanager

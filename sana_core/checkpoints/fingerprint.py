@@ -15,8 +15,8 @@ from ..model.known_models import MAX_TOKENS
 from ..model.reference import AUTO
 from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
+from ..runtime.text import Json
 from . import CheckpointInfo, inspect_checkpoint
-from .files import Json
 from .load import build_module, shift_of, text_reference
 from .lora import peft_file
 from .tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from .files import brief
+from ..runtime.text import brief
 from .headers import Header
 
 # Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from .files import REDOWNLOAD, START, brief, check_start, opened, parse_json, read_json, shown
+from ..runtime.text import brief, shown
+from .files import REDOWNLOAD, START, check_start, opened, parse_json, read_json
 from .pickled import EMA, list_pickled, read_pickled
 
 DTYPES = {

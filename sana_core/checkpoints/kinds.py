@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from .files import INCOMPLETE, Json, brief
+from ..runtime.text import Json, brief
+from .files import INCOMPLETE
 from .headers import Header
 from .schemas import (
     AUTOENCODER,

@@ -28,6 +28,7 @@ from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, set_reference
 from ..model.text import TextEncoder
 from ..runtime.checks import check_name
+from ..runtime.text import Json, brief
 from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import (
     architecture,
@@ -39,7 +40,7 @@ from .configs import (
     video_config,
 )
 from .detect import TOKENIZERS, follow, inspect_checkpoint
-from .files import INCOMPLETE, Json, brief
+from .files import INCOMPLETE
 from .headers import Reader, read_file, read_tensors
 from .kinds import KINDS, TRANSFORMERS
 from .parts import find_part, find_transformer

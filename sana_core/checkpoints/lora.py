@@ -12,8 +12,9 @@ import torch
 
 from ..errors import InputError
 from ..model.reference import RULES
+from ..runtime.text import Json, brief
 from . import CheckpointInfo, find_part, inspect_checkpoint
-from .files import Json, brief, parse_json, read_json
+from .files import parse_json, read_json
 from .headers import PICKLED, read_file
 from .keys import HOLDERS, unwrapped
 from .load import check_finite

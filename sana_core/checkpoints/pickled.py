@@ -18,7 +18,8 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import torch
 
 from ..errors import CheckpointError, ReadError
-from .files import REDOWNLOAD, START, brief, check_start, opened, shown
+from ..runtime.text import brief, shown
+from .files import REDOWNLOAD, START, check_start, opened
 
 LARGEST_PICKLE = 16_000_000
 # of the pickle; a tensor takes about 25

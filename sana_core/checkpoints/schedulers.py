@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..model.known_models import DEFAULTS, SPRINT
+from ..runtime.text import Json, brief
 from ..sampling.samplers import SAMPLERS
 from .checkpoint import CheckpointInfo
-from .files import Json, brief, read_json
+from .files import read_json
 from .kinds import KINDS
 
 EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"

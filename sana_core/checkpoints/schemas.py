@@ -14,8 +14,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..model.known_models import SPRINT
 from ..model.latents import CHANNELS
+from ..runtime.text import Json, brief, shown
 from ..sampling.samplers import SAMPLERS
-from .files import REDOWNLOAD, Json, brief, read_json, shown
+from .files import REDOWNLOAD, read_json
 
 Check = Callable[[Any], bool]
 MOST_BLOCKS = 256

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..errors import CheckpointError, MissingFileError
 from ..model.text import Tokenizer
+from ..runtime.text import brief, shown
 from .checkpoint import CheckpointInfo
-from .files import REDOWNLOAD, brief, read_bytes, read_json, shown
+from .files import REDOWNLOAD, read_bytes, read_json
 from .headers import tensor_bytes
 from .schemas import refuse_code
 from .tokenizer_schema import check_sentencepiece, checked_tokenizer

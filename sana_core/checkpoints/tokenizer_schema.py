@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 
 from ..errors import CheckpointError
-from .files import REDOWNLOAD, Json, brief, parse_json
+from ..runtime.text import Json, brief
+from .files import REDOWNLOAD, parse_json
 
 # The kinds of steps in each section. "Sequence" contains other steps.
 STEPS = {

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..batch.progress import OnStatus, no_status
-from ..checkpoints.files import brief
 from ..errors import ClusterError
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.text import brief
 from .connection import ClusterSettings
 
 T = TypeVar("T")

@@ -13,12 +13,12 @@ from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
 from ..batch.plan import Chunk, FailedImage, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
-from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import fingerprint
 from ..errors import ClusterError
 from ..runtime.accelerator import is_out_of_memory
 from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
+from ..runtime.text import Json, brief
 from .actors import ActorError, ActorHandle, ClusterRun
 from .connection import ClusterSettings
 from .pool import REMEDY, Pool

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..batch.loop import GRACE
 from ..batch.progress import OnStatus, no_status
-from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, InputError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
+from ..runtime.text import Json, brief
 from .background import call_in_thread
 from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..batch.progress import counted
-from ..checkpoints.files import Json, brief
 from ..errors import ClusterError
+from ..runtime.text import Json, brief
 from .actors import ActorError, ActorHandle, ClusterRun, DriverError, MachineError, last_line, with_name
 from .clock import WatchClock
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..batch.progress import OnStatus, no_status
-from ..checkpoints.files import Json, brief
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.text import Json, brief
 from .actors import ActorCache, ClusterRun, Work, put_weights
 from .background import LostError, call_in_thread, iterate_in_thread
 from .clock import WatchClock

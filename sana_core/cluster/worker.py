@@ -28,12 +28,12 @@ from ..batch.pipeline import (
 )
 from ..batch.plan import LARGEST_CHUNK, Chunk, FailedImage, ImageSpec
 from ..batch.png import encode_png, file_name, write_image
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import current_accelerator
 from ..runtime.folder_lock import OWN, check_run
+from ..runtime.text import Json
 from ..sampling.masked import InitImage
 
 NOT_FINITE = "samples: got NaN or infinity; sample again in bf16 or fp32"

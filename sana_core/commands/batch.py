@@ -25,13 +25,13 @@ from ..batch.progress import Progress, WorkerReport
 from ..batch.prompts import read_prompts
 from ..batch.writers import Writers, default_threads
 from ..checkpoints import inspect_checkpoint
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import KEPT
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
+from ..runtime.text import Json
 from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_scheduler, show_status
 
 EXAMPLE = """example:

@@ -11,12 +11,12 @@ from ..batch.local import local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.files import Json
 from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
 from ..model.known_models import VIDEO_FRAMES, VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
+from ..runtime.text import Json
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..checkpoints.files import brief
 from ..checkpoints.fingerprint import digest_json
 from ..errors import VersionError, first_line
 from ..runtime.atomic_files import make_folder
+from ..runtime.text import brief
 from ..training.run_log import Line
 
 logger = logging.getLogger(__name__)

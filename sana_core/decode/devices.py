@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.layers import arrange_convolutions
 from ..runtime.accelerator import current_device, is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll
+from ..runtime.text import Json
 from .attention import GLU_HALO, attend_rows, halo, score_pieces
 from .oom import without_first
 from .plan import MEBIBYTE, Plan, Planner, smaller

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..checkpoints.files import Json
 from ..errors import InputError
 from ..model.latents import check_channels
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite, check_name, check_number
+from ..runtime.text import Json
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
 from .devices import BUDGET, Workers, shared_rows

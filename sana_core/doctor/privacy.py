@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoints.files import brief
 from ..checkpoints.kinds import FOLDERS
 from ..model.known_models import DEMO_MODEL
+from ..runtime.text import brief
 
 # a path from the root on, but its last name: it may have the user's
 PATH = re.compile(r"(?<![\w./])(?:[A-Za-z]:|~)?[\\/]+(?:(?!\s)[^\\/:*?\"'<>|\n]+[\\/]+)+")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.files import shown
 from ..checkpoints.lora import (
     COLUMNS,
     ROWS,
@@ -32,6 +31,7 @@ from ..checkpoints.lora import (
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
 from ..runtime.atomic_files import digest_of
+from ..runtime.text import shown
 from .images import FileRange, read_range
 from .runs import find_states, read_run
 from .settings import ADAPTERS, TARGETS, Method, TrainingSettings

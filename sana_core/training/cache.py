@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import file_stat
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import digest_of, read_small, write_whole
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.text import Json, brief
 from .dataset import Faults, Sample, without_traceback
 from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..checkpoints.files import Json
+from ..runtime.text import Json
 
 # added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
 EPS = (1e-30, 1e-16)

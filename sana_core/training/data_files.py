@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 from unicodedata import normalize
 
-from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
+from ..runtime.text import brief
 from .images import FileRange, opened_range
 
 TAR_ENDINGS = (".tar",)

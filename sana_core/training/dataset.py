@@ -22,10 +22,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 from unicodedata import normalize
 
-from ..checkpoints.files import Json, brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
+from ..runtime.text import Json, brief
 from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
 from .images import MIDDLE, OTHER_ENDINGS, Crop, FileRange, decode_image, image_endings, read_range, upright_size
 

@@ -14,11 +14,11 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..checkpoints.files import brief
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..model.known_models import SHAPES
 from ..model.latents import DOWNSCALE
 from ..runtime.checks import check_whole
+from ..runtime.text import brief
 
 if TYPE_CHECKING:
     from PIL.Image import Image

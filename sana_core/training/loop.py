@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import Json
 from ..runtime.cancellation import Poll
+from ..runtime.text import Json
 from .ranks import Ranks
 from .run_log import Line, RunLog
 from .runs import (

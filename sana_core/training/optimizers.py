@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
+from ..runtime.text import Json
 from .came import BLOCK, BUCKET, CAME, SMALLEST, shard_sizes
 from .parallel import DDP, FSDP, KINDS
 

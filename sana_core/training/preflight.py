@@ -11,10 +11,10 @@ from platform import node
 from typing import Any, get_type_hints
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.files import Json, brief
 from ..checkpoints.load import build_module, shift_of
 from ..errors import InputError
 from ..model.known_models import TransformerConfig
+from ..runtime.text import Json, brief
 from .adapters import add_adapter, begin_at, check_layers, needs_start
 from .controlnet import check_steerable
 from .parallel import DDP

@@ -20,13 +20,13 @@ import torch
 
 from ..batch.pipeline import load_encoder
 from ..checkpoints import load_autoencoder
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json, fingerprint
 from ..decode import encode_images
 from ..errors import InputError
 from ..model.text import encode_prompts
 from ..runtime.atomic_files import digest_of, remove
 from ..runtime.cancellation import Poll
+from ..runtime.text import Json
 from .cache import (
     IMAGE_FAULTS,
     BrokenImages,

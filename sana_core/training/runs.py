@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.files import Json, brief
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.tensor_files import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
@@ -40,6 +39,7 @@ from ..runtime.atomic_files import (
     write_whole,
 )
 from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
+from ..runtime.text import Json, brief
 from .data_files import PICTURES, RUN, STEPS
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress

@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from ..checkpoints.files import Json
 from ..errors import InputError
+from ..runtime.text import Json
 from ..runtime.user_files import read_user_file
 from .settings import Place, TrainingSettings, check_settings
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..checkpoints.files import Json
 from ..errors import InputError, VersionError
+from ..runtime.text import Json
 from .parallel import DDP
 from .ranks import ALONE, Ranks
 from .settings import TrainingSettings

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints.files import Json, brief
 from ..errors import CheckpointError, InputError, OutputError
 from ..runtime.atomic_files import digest_file, sync
+from ..runtime.text import Json, brief
 from .optimizers import fill
 from .runs import SHARDS, TENSORS, broken, save_whole
 from .sharding import row_slices

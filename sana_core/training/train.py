@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoints import load_transformer
-from ..checkpoints.files import Json
 from ..checkpoints.fingerprint import digest_json
 from ..errors import ExistingFileError
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import make_folder, reason_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
+from ..runtime.text import Json
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
 from .data_files import PICTURES, SHEET
 from .loop import Callbacks, Report, Run, RunDir, run

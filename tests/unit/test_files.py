@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sana_core import CheckpointError, MissingFileError, ReadError
-from sana_core.checkpoints.files import brief, opened, parse_json, read_bytes
+from sana_core.checkpoints.files import opened, parse_json, read_bytes
 from sana_core.checkpoints.tensor_files import write_tensors
+from sana_core.runtime.text import brief
 
 
 @pytest.mark.parametrize(
