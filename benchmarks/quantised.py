@@ -60,7 +60,7 @@ def velocities_in_bf16(file: Path, cells: int) -> torch.Tensor:
 
 def velocities(patcher: Any, cells: int) -> torch.Tensor:
     """Return what the MODEL makes of noise and a random prompt at SIGMAS."""
-    model, prompts = patcher.model, pack("nodes.host.prompts")
+    model, prompts = patcher.model, pack("nodes.host.sampling.prompts")
     x, context = inputs(model.diffusion_model.config.caption_channels, cells)
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, TOKENS), keep=False)])
     sigmas = torch.tensor(SIGMAS)
@@ -78,13 +78,13 @@ def offer_all() -> list[str]:
     from comfy_kitchen.backends.eager import quantization
 
     kitchen.quantize_mxfp8, kitchen.quantize_nvfp4 = quantization.quantize_mxfp8, quantization.quantize_nvfp4
-    module = pack("nodes.host.quantise")
+    module = pack("nodes.host.loading.quantise")
     module.is_offered = lambda name: True
     return list(module.FORMATS)
 
 
 def errors(file: Path, cells: int, forms: list[str]) -> dict[str, float]:
-    load = pack("nodes.host.load_model").load_model
+    load = pack("nodes.host.loading.load_model").load_model
     expected = velocities(load(file), cells)
     # what ComfyUI's plain fp8 loses, whose weights have no scales
     options = {"weight_dtype fp8_e4m3fn": {"weight_dtype": "fp8_e4m3fn"}} | {form: {"quantise": form} for form in forms}

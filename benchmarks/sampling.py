@@ -110,7 +110,7 @@ def load_in_comfyui(transformer: torch.nn.Module) -> Any:
         for part in (ROOT / "tests" / "models" / "sana-tiny").iterdir():
             if part.name != "transformer":
                 (folder / part.name).symlink_to(part)
-        return pack("nodes.host.load_model").load_model(folder)
+        return pack("nodes.host.loading.load_model").load_model(folder)
 
 
 def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:

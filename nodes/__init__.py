@@ -37,7 +37,7 @@ class SanaExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> SanaExtension:
-    from .host.compat import check_host
+    from .host.compat.internals import check_host
 
     check_host()
     # After the check, because it needs a ComfyUI of today.

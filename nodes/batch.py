@@ -83,11 +83,11 @@ class SanaNodesBatchSampler(io.ComfyNode):
         chunk: int,
         vae=None,
     ) -> io.NodeOutput:
-        from .host.batch import sample_batch
-        from .host.batch_inputs import BatchInputs
+        from .host.batch.inputs import BatchInputs
+        from .host.batch.run import sample_batch
         from .host.links import check_links
         from .host.report import show_under_node
-        from .host.sampling import schedule
+        from .host.sampling.sampler import schedule
 
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if vae is not None:

@@ -35,7 +35,7 @@ class SanaNodesControlNetLoader(FileNode, io.ComfyNode):
 
     @classmethod
     def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
-        from .host.controlnet import load_controlnet
+        from .host.loading.controlnet import load_controlnet
         from .host.report import show_under_node
 
         control, text = load_controlnet(cls.find(control_net_name), reference)

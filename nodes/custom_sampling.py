@@ -49,7 +49,7 @@ class SanaNodesScheduler(io.ComfyNode):
     @classmethod
     def execute(cls, model, sampler: str, steps: int, denoise: float = 1.0) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling import schedule
+        from .host.sampling.sampler import schedule
 
         check_links(model=model)
         return io.NodeOutput(schedule(model, sampler, steps, denoise))
@@ -78,7 +78,7 @@ class SanaNodesSamplerSelect(io.ComfyNode):
 
     @classmethod
     def execute(cls, sampler: str) -> io.NodeOutput:
-        from .host.sampling import FlowSampler
+        from .host.sampling.sampler import FlowSampler
 
         return io.NodeOutput(FlowSampler(sampler))
 

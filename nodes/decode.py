@@ -63,8 +63,8 @@ class SanaNodesDecode(io.ComfyNode):
         cls, samples: dict, vae, method: str = "auto", budget_gb: float = 0.0, devices: str = "one"
     ) -> io.NodeOutput:
         from .host.links import check_links
+        from .host.loading.vae import check_decodable, decode
         from .host.report import show_under_running_node
-        from .host.vae import check_decodable, decode
 
         check_links(samples=samples, vae=vae)
         check_decodable(samples["samples"], vae)

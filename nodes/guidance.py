@@ -47,8 +47,8 @@ class SanaNodesPAG(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, scale: float, blocks: str = "") -> io.NodeOutput:
-        from .host.guidance import add_perturbed_attention
         from .host.links import check_links
+        from .host.sampling.guidance import add_perturbed_attention
 
         check_links(model=model)
         return io.NodeOutput(add_perturbed_attention(model, scale, blocks))
@@ -82,8 +82,8 @@ class SanaNodesGuidanceInterval(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, start: float, end: float) -> io.NodeOutput:
-        from .host.guidance import limit_guidance
         from .host.links import check_links
+        from .host.sampling.guidance import limit_guidance
 
         check_links(model=model)
         check_number("start", start, 0, 1)

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.errors import InputError
 from ..sana_core.model.known_models import RATIOS, SIZES, image_size, read_size
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from .host.latents import empty_latent, image_or_model_size, show_size
+from .host.sampling.latents import empty_latent, image_or_model_size, show_size
 
 # the size of the connected model
 AUTO = "auto"
@@ -53,8 +53,8 @@ class SanaNodesEmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width: int, height: int, batch_size: int, model=None) -> io.NodeOutput:
-        from .host.guidance import require_images
         from .host.links import check_links
+        from .host.sampling.guidance import require_images
 
         base = None
         if model is not None:
@@ -107,8 +107,8 @@ class SanaNodesResolution(io.ComfyNode):
 
     @classmethod
     def execute(cls, size: str, ratio: str, model=None) -> io.NodeOutput:
-        from .host.guidance import require_images
         from .host.links import check_links
+        from .host.sampling.guidance import require_images
 
         base = None
         if model is not None:

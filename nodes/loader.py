@@ -21,7 +21,7 @@ def weight_dtype_input() -> io.Combo.Input:
 
 
 def quantise_input() -> io.Combo.Input:
-    from .host.quantise import choices
+    from .host.loading.quantise import choices
 
     return io.Combo.Input(
         "quantise",
@@ -74,10 +74,10 @@ def load_whole(
     """
     from ..sana_core.checkpoints import inspect_checkpoint
     from ..sana_core.checkpoints.notes import checkpoint_notes
-    from .host.clip import load_clip
-    from .host.load_model import load_model, model_text
+    from .host.loading.clip import load_clip
+    from .host.loading.load_model import load_model, model_text
+    from .host.loading.vae import load_vae
     from .host.report import show_under_node
-    from .host.vae import load_vae
 
     checkpoint = inspect_checkpoint(model_path(name))
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
@@ -224,7 +224,7 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
     ) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.notes import checkpoint_notes
-        from .host.load_model import load_model, model_text
+        from .host.loading.load_model import load_model, model_text
         from .host.report import show_under_node
 
         checkpoint = inspect_checkpoint(cls.find(model_name))
@@ -269,7 +269,7 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.notes import checkpoint_notes
-        from .host.clip import load_clip
+        from .host.loading.clip import load_clip
         from .host.report import show_under_node
 
         checkpoint = inspect_checkpoint(cls.find(text_encoder_name))
@@ -305,8 +305,8 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
     def execute(cls, vae_name: str) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.notes import checkpoint_notes
+        from .host.loading.vae import load_vae
         from .host.report import show_under_node
-        from .host.vae import load_vae
 
         checkpoint = inspect_checkpoint(cls.find(vae_name))
         vae = load_vae(checkpoint)

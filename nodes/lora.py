@@ -48,7 +48,7 @@ class SanaNodesLoraLoader(FileNode, io.ComfyNode):
         cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.lora import apply_lora
+        from .host.loading.lora import apply_lora
         from .host.report import show_under_node
 
         check_links(model=model)

@@ -49,8 +49,8 @@ class SanaNodesPromptList(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
-        from .host.clip import encode_list
         from .host.links import check_links
+        from .host.loading.clip import encode_list
         from .host.report import show_under_node
 
         check_links(clip=clip[0])

@@ -60,7 +60,7 @@ OUTPUTS = {"SanaResolutionSelect": 2}
 
 async def register() -> None:
     """Tell ComfyUI, which replaces a node only where its own pack is not installed."""
-    from .host.old_prompts import replace_in_prompts
+    from .host.compat.old_prompts import replace_in_prompts
 
     replace_in_prompts({old: (new, inputs) for old, (new, _, inputs) in REPLACEMENTS.items()})
     api = ComfyAPI()

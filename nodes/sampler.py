@@ -102,7 +102,7 @@ class SanaNodesSampler(io.ComfyNode):
         model_defaults: bool = False,
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling import Sampling, defaults_of, sample, schedule
+        from .host.sampling.sampler import Sampling, defaults_of, sample, schedule
 
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if model_defaults:
@@ -186,7 +186,7 @@ class SanaNodesSprint(io.ComfyNode):
         intermediate_timestep: float = INTERMEDIATE_TIMESTEP,
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling import Sampling, sample
+        from .host.sampling.sampler import Sampling, sample
 
         check_links(model=model, positive=positive, latent_image=latent_image)
         check_whole("seed", seed, 0, LARGEST_SEED)

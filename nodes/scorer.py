@@ -49,7 +49,7 @@ class SanaNodesScorerLoader(FileNode, io.ComfyNode):
 
     @classmethod
     def execute(cls, scorer_name: str) -> io.NodeOutput:
-        from .host.scorer import load
+        from .host.loading.scorer import load
 
         return io.NodeOutput(load(cls.find(scorer_name)))
 
@@ -91,7 +91,7 @@ class SanaNodesPickBest(io.ComfyNode):
     @classmethod
     def execute(cls, samples: dict, vae, scorer, prompt: str, best: int) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.scorer import pick
+        from .host.loading.scorer import pick
 
         check_links(samples=samples, vae=vae, scorer=scorer)
         check_whole("best", best, 1, LARGEST_BATCH)

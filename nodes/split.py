@@ -45,7 +45,7 @@ class SanaNodesSplitPicture(io.ComfyNode):
     def execute(cls, model, devices: str) -> io.NodeOutput:
         from .host.links import check_links
         from .host.report import show_under_node
-        from .host.split import split_model
+        from .host.sampling.split import split_model
 
         check_links(model=model)
         patched, text = split_model(model, devices)

@@ -45,8 +45,8 @@ class SanaNodesTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
-        from .host.clip import encode
         from .host.links import check_links
+        from .host.loading.clip import encode
         from .host.report import show_under_node
 
         check_links(clip=clip)

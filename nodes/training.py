@@ -20,7 +20,7 @@ from .host.folders import (
     run_path,
     without_places,
 )
-from .host.training_fields import FIELDS, OPTIONAL, RunSettings, default_values, naming_widgets
+from .host.training.fields import FIELDS, OPTIONAL, RunSettings, default_values, naming_widgets
 
 DATASET, SETTINGS = io.Custom("SANA_DATASET"), io.Custom("SANA_TRAIN_SETTINGS")
 # Types of ComfyUI's own training nodes.
@@ -75,8 +75,8 @@ class SanaNodesDataset(io.ComfyNode):
 
     @classmethod
     def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
-        from .host.datasets import look_at
         from .host.report import show_under_node
+        from .host.training.datasets import look_at
 
         with without_places():
             dataset, sheet, text = look_at(dataset_path(folder), resolution)
@@ -219,7 +219,7 @@ class SanaNodesTrain(io.ComfyNode):
         cls, model, dataset, name: str, settings=None, clip=None, vae=None, validation_prompts: str = "", **own
     ) -> io.NodeOutput:
         from .host.report import show_under_node
-        from .host.training import make_settings, train_lora
+        from .host.training.run import make_settings, train_lora
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
         own = checked(cls, {**own, "validation_prompts": validation_prompts})
@@ -260,7 +260,7 @@ class SanaNodesTrainControlNet(io.ComfyNode):
     @classmethod
     def execute(cls, model, dataset, name: str, settings=None, clip=None, vae=None, **own) -> io.NodeOutput:
         from .host.report import show_under_node
-        from .host.training import make_settings, train_controlnet
+        from .host.training.run import make_settings, train_controlnet
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
         own = checked(cls, own)

@@ -60,9 +60,9 @@ class SanaNodesVideoLatent(io.ComfyNode):
     def execute(
         cls, model, width: int, height: int, frames: int, batch_size: int, vae=None, first_image=None
     ) -> io.NodeOutput:
-        from .host.latents import image_or_model_size, show_size
         from .host.links import check_links
-        from .host.video_model import require_video, video_latent
+        from .host.sampling.latents import image_or_model_size, show_size
+        from .host.sampling.video_model import require_video, video_latent
 
         optional = {"vae": vae, "first_image": first_image}
         check_links(model=model, **{name: value for name, value in optional.items() if value is not None})

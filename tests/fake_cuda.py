@@ -171,9 +171,9 @@ def read_numbers(file, names=None):
 def load(patch, loader, path, read=read_shapes, **options):
     """What `loader`, of nodes/host, makes of a file; its weights are on the CPU and have no numbers."""
     # both before either is changed: one takes the function from the other
-    for module in [pack(f"nodes.host.{name}") for name in ("weights", "vae")]:
+    for module in [pack(f"nodes.host.loading.{name}") for name in ("weights", "vae")]:
         patch.setattr(module, "read", read)
-    weights = pack("nodes.host.weights")
+    weights = pack("nodes.host.loading.weights")
     quantise = weights.quantise
     patch.setattr(weights, "quantise", lambda *arguments: quantise(*arguments[:-1], torch.device("cpu")))
     for name in ("checkpoints.load", "decode.run", "decode.encode"):

@@ -28,7 +28,7 @@ def guided_step(patch, file, pixels=1024, **options):
 
     first, second = Counter(SCALARS), Counter(SCALARS)
     with no_numbers(patch):
-        patcher = load(patch, pack("nodes.host.load_model").load_model, file, **options)
+        patcher = load(patch, pack("nodes.host.loading.load_model").load_model, file, **options)
         comfy.model_management.load_models_gpu([patcher], 10**6)
         patcher.pre_run()
         model = patcher.model
@@ -49,8 +49,8 @@ def decode(patch, file, pixels=1024):
     """The counter of ComfyUI's decode of a picture of `pixels` x `pixels`, in the plan for a card with much memory."""
     counter = Counter(SCALARS)
     with no_numbers(patch):
-        vae = load(patch, pack("nodes.host.vae").load_vae, file)
-        pack("nodes.host.vae").load_for_decode(vae, (1, 32, pixels // 32, pixels // 32))
+        vae = load(patch, pack("nodes.host.loading.vae").load_vae, file)
+        pack("nodes.host.loading.vae").load_for_decode(vae, (1, 32, pixels // 32, pixels // 32))
         with fake_accelerators(counter, trial=trial()):
             picture = vae.decode(torch.empty(1, 32, pixels // 32, pixels // 32))
         assert picture.shape == (1, pixels, pixels, 3)

@@ -7,9 +7,9 @@ import comfy.sd
 import torch
 
 from ...sana_core.errors import InputError
-from .datasets import Dataset
-from .scorer import HostScorer
-from .training_fields import RunSettings
+from .loading.scorer import HostScorer
+from .training.datasets import Dataset
+from .training.fields import RunSettings
 
 SOCKETS: dict[str, tuple[str, type]] = {
     "model": ("MODEL", comfy.model_patcher.ModelPatcher),

@@ -52,7 +52,7 @@ def models(loaded, host):
 def lora(host):
     """The pack's module that puts LoRA on models."""
     return import_module(
-        "..nodes.host.lora", host.nodes.NODE_CLASS_MAPPINGS["SanaNodesLoraLoader"].__module__.rpartition(".")[0]
+        "..nodes.host.loading.lora", host.nodes.NODE_CLASS_MAPPINGS["SanaNodesLoraLoader"].__module__.rpartition(".")[0]
     )
 
 

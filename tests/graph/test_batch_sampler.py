@@ -144,13 +144,13 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
 
     with monkeypatch.context() as patch:
         if place == "load":
-            patch.setattr(pack("nodes.host.weights"), "component_tensors", work_for_long)
+            patch.setattr(pack("nodes.host.loading.weights"), "component_tensors", work_for_long)
         elif place == "step":
-            patch.setattr(pack("nodes.host.model").SanaDiffusionModel, "forward", work_for_long)
+            patch.setattr(pack("nodes.host.sampling.model").SanaDiffusionModel, "forward", work_for_long)
         elif place == "layer":
             patch.setattr(pack("sana_core.decode.streaming"), "convolve", work_for_long)
         else:
-            patch.setattr(pack("nodes.host.batch_devices"), "decode_loaded", work_for_long)
+            patch.setattr(pack("nodes.host.batch.devices"), "decode_loaded", work_for_long)
         with pytest.raises(InterruptedError):
             host.run(batch_graph(devices=TWO, seed=8))
     assert heard
@@ -183,7 +183,7 @@ def test_interrupt_while_a_lora_is_added_leaves_nothing_of_it(host, batch_graph,
 
 
 def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog, monkeypatch):
-    devices = pack("nodes.host.batch_devices")
+    devices = pack("nodes.host.batch.devices")
     real, fates = devices.sample, iter([False, True, True])
 
     def run_out(*args):
@@ -200,7 +200,7 @@ def test_memory_that_runs_out_makes_the_chunks_smaller(host, batch_graph, caplog
 
 
 def test_a_device_that_fails_keeps_the_finished_images(host, batch_graph, caplog, monkeypatch):
-    devices = pack("nodes.host.batch_devices")
+    devices = pack("nodes.host.batch.devices")
     real, calls = devices.sample, []
 
     def fail_first(*args):
@@ -256,7 +256,7 @@ def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
 
 def test_workers_decode_side_by_side(host, batch_graph, monkeypatch):
     expected = host.run(batch_graph(chunk=1))["image"]
-    autoencoder = pack("nodes.host.vae").SanaAutoencoder
+    autoencoder = pack("nodes.host.loading.vae").SanaAutoencoder
     real, together, first = autoencoder.decode, threading.Barrier(2, timeout=60), set()
 
     def decode(self, z, **options):

@@ -11,7 +11,7 @@ from loaded_models import empty_model_list, misplaced
 def load_model(path):
     import comfy.model_management as management
 
-    model = pack("nodes.host.load_model").load_model(path)
+    model = pack("nodes.host.loading.load_model").load_model(path)
     clone = model.clone()
     management.load_models_gpu([clone], 10**6)
     x, sigma = torch.zeros(1, 32, 4, 4), torch.ones(1)
@@ -23,14 +23,14 @@ def load_model(path):
 
 
 def load_clip(path):
-    clip = pack("nodes.host.clip").load_clip(path)
-    pack("nodes.host.clip").encode(clip, "a red circle", True)
+    clip = pack("nodes.host.loading.clip").load_clip(path)
+    pack("nodes.host.loading.clip").encode(clip, "a red circle", True)
     clip.clone().encode_from_tokens_scheduled(clip.tokenize("a red circle"))
     return clip, clip.patcher
 
 
 def load_vae(path):
-    vae = pack("nodes.host.vae").load_vae(path)
+    vae = pack("nodes.host.loading.vae").load_vae(path)
     latents = vae.encode(torch.zeros(1, 64, 64, 3))
     vae.encode_tiled(torch.zeros(1, 64, 64, 3))
     vae.decode(latents)

@@ -141,37 +141,41 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     import comfy.model_patcher
     from fake_cuda import pack
 
-    cpu, compat = torch.device("cpu"), pack("nodes.host.compat")
+    cpu, compat = torch.device("cpu"), pack("nodes.host.compat.internals")
     patcher = comfy.model_patcher.ModelPatcher(torch.nn.Module(), cpu, cpu)
     held = {name for name, value in vars(patcher).items() if isinstance(value, dict | list | set)}
     gone = compat.PATCHES - held
-    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCHES in nodes/host/compat.py"
+    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCHES in nodes/host/compat/internals.py"
     new = held - compat.PATCHES - compat.STATE
-    assert not new, f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat.py"
-    assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat.py"
-    assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat.py"
-    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/replicas.py"
+    assert not new, (
+        f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat/internals.py"
+    )
+    assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat/internals.py"
+    assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat/internals.py"
+    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/batch/replicas.py"
     for name in ("hook_backup", "load_device", "offload_device", "parent", "patches", "patches_uuid"):
-        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/replicas.py"
+        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/batch/replicas.py"
 
 
 def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, checkpoint):
     from fake_cuda import pack
 
     cpu = torch.device("cpu")
-    empty = pack("nodes.host.compat").empty_vae(cpu, torch.float32)
+    empty = pack("nodes.host.compat.internals").empty_vae(cpu, torch.float32)
     weights = {name for name, _ in empty.first_stage_model.named_parameters()}
-    assert weights == {"pixel_space_vae"}, f"the pixel-space VAE has {weights}: see empty_vae in nodes/host/compat.py"
-    ours = pack("nodes.host.vae").load_vae(checkpoint)
+    assert weights == {"pixel_space_vae"}, (
+        f"the pixel-space VAE has {weights}: see empty_vae in nodes/host/compat/internals.py"
+    )
+    ours = pack("nodes.host.loading.vae").load_vae(checkpoint)
     new = vars(ours).keys() - vars(empty).keys()
-    assert not new, f"ComfyUI's VAE has no {new} any more; nodes/host/vae.py sets it in vain"
+    assert not new, f"ComfyUI's VAE has no {new} any more; nodes/host/loading/vae.py sets it in vain"
     for name in ("encode_tiled_", "_decode_tiled_owned", "get_sd"):
-        assert hasattr(type(empty), name), f"ComfyUI's VAE has no {name} any more; see nodes/host/vae.py"
+        assert hasattr(type(empty), name), f"ComfyUI's VAE has no {name} any more; see nodes/host/loading/vae.py"
     for name in ("memory_used_decode", "memory_used_encode", "device", "vae_dtype", "output_device"):
-        assert name in vars(empty), f"ComfyUI's VAE has no {name} any more; see nodes/host/vae.py"
+        assert name in vars(empty), f"ComfyUI's VAE has no {name} any more; see nodes/host/loading/vae.py"
     source = inspect.getsource(type(empty))
     for name in ("comfy_has_chunked_io", "decode_output_shape", "output_buffer", "handles_tiling", "disable_offload"):
-        assert name in source, f"ComfyUI's VAE reads no {name} any more; nodes/host/vae.py relies on it"
+        assert name in source, f"ComfyUI's VAE reads no {name} any more; nodes/host/loading/vae.py relies on it"
 
 
 def test_the_wrapper_of_a_compiled_model_has_its_modules(host):
@@ -179,11 +183,13 @@ def test_the_wrapper_of_a_compiled_model_has_its_modules(host):
 
     wrapper = apply_torch_compile_factory(compiled_module_dict={"diffusion_model": None})
     names = inspect.getclosurevars(wrapper).nonlocals
-    assert names == {"compiled_module_dict": {"diffusion_model": None}}, "see compile_again in nodes/host/compat.py"
+    assert names == {"compiled_module_dict": {"diffusion_model": None}}, (
+        "see compile_again in nodes/host/compat/internals.py"
+    )
 
 
 def test_a_load_calls_back_with_what_we_read(host):
-    """`load_rest` in nodes/host/layers.py takes these, in this order."""
+    """`load_rest` in nodes/host/loading/layers.py takes these, in this order."""
     import comfy.model_patcher
     from comfy.patcher_extension import CallbacksMP
 
@@ -200,8 +206,8 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
     from comfy.patcher_extension import CallbacksMP
     from fake_cuda import pack
 
-    compat, patches = pack("nodes.host.compat"), pack("nodes.host.patches")
-    model = pack("nodes.host.load_model").load_model(checkpoint)
+    compat, patches = pack("nodes.host.compat.internals"), pack("nodes.host.compat.patches")
+    model = pack("nodes.host.loading.load_model").load_model(checkpoint)
     own = {patches.KEEP, patches.CORE_NODES}
     assert compat.patches_of(model) == own
     model.frobnications = {}
@@ -210,14 +216,14 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "theirs", print)
     assert compat.patches_of(model) == {*own, "frobnications", "theirs"}
     with pytest.raises(ValueError, match=r"^model: got a patch that a cluster cannot apply \(frobnications, theirs\)"):
-        pack("nodes.host.batch_cluster").check_model(model)
+        pack("nodes.host.batch.cluster_batch").check_model(model)
 
 
 def test_patches_of_other_weights_than_the_transformer_s_do_not_go_to_a_cluster(host, checkpoint):
     from fake_cuda import pack
 
-    model = pack("nodes.host.load_model").load_model(checkpoint)
-    check = pack("nodes.host.batch_cluster").check_model
+    model = pack("nodes.host.loading.load_model").load_model(checkpoint)
+    check = pack("nodes.host.batch.cluster_batch").check_model
     check(model)
     model.patches["model_sampling.sigmas"] = [(1.0, None, 1.0, None, None)]
     with pytest.raises(ValueError, match=r"cluster cannot apply \(model_sampling.sigmas\); remove it"):

@@ -81,7 +81,7 @@ def loaded(host, checkpoint, tmp_path):
 
         file = tmp_path / "model.safetensors"
         save_file(layouts.transformer(layers=2, qk_norm=True).state_dict(), file)
-        patcher = pack("nodes.host.load_model").load_model(file, **options)
+        patcher = pack("nodes.host.loading.load_model").load_model(file, **options)
         generator = torch.Generator().manual_seed(0)
         weights = {key: value for key, value in patcher.model_state_dict().items() if key.endswith(".weight")}
         patches = {

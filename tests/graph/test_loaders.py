@@ -221,7 +221,7 @@ def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
     gemma = clip.cond_stage_model.gemma
     assert {weight.dtype for name, weight in gemma.named_parameters() if "norm" not in name} == {torch.float16}
     with torch.inference_mode():
-        embeds = pack("nodes.host.clip").encode(clip, "a red circle", True)[0][0][0]
+        embeds = pack("nodes.host.loading.clip").encode(clip, "a red circle", True)[0][0][0]
     assert embeds.dtype == torch.float32 and embeds.isfinite().all()
 
 

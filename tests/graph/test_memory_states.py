@@ -60,7 +60,7 @@ def state_of(size, name):
 def guided_velocity(patcher, side=32):
     """What the MODEL makes of two prompts and a latent of `side` cells."""
     model = patcher.model
-    prompts = pack("nodes.host.prompts")
+    prompts = pack("nodes.host.sampling.prompts")
     dtype = model.get_dtype_inference()
     embeds = torch.empty(1, 300, 2304, device=CARD)
     mask = torch.ones(1, 300, device=CARD)
@@ -74,7 +74,7 @@ def load_model(patch, file, **options):
     """The MODEL of a file, loaded as ComfyUI's samplers load it."""
     import comfy.model_management
 
-    patcher = load(patch, pack("nodes.host.load_model").load_model, file, **options)
+    patcher = load(patch, pack("nodes.host.loading.load_model").load_model, file, **options)
     comfy.model_management.load_models_gpu([patcher], 10**6)
     return patcher
 
@@ -130,7 +130,7 @@ def clip_in(host, files, monkeypatch):
             # without it, the text encoder is on the CPU in the last states
             patch.setattr(management, "text_encoder_device", lambda: CARD)
             with no_numbers(patch):
-                clip = load(patch, pack("nodes.host.clip").load_clip, files["gemma"])
+                clip = load(patch, pack("nodes.host.loading.clip").load_clip, files["gemma"])
                 work(clip)
                 return clip
 
@@ -138,7 +138,7 @@ def clip_in(host, files, monkeypatch):
 
 
 def encode(clip):
-    ((embeds, rest),), _ = pack("nodes.host.clip").encode(clip, "a red circle", True)
+    ((embeds, rest),), _ = pack("nodes.host.loading.clip").encode(clip, "a red circle", True)
     assert embeds.shape == (1, 300, 2304) and rest["attention_mask"].shape == (1, 300)
 
 
@@ -202,7 +202,7 @@ def test_dynamic_vram_brings_no_embedding_to_the_card(clip_in):
 @pytest.mark.parametrize("state", STATES)
 def test_a_vae_decodes_and_encodes(host, files, monkeypatch, state):
     with fake_card(monkeypatch, **state_of(files["dc-ae"].stat().st_size, state)) as patch, no_numbers(patch):
-        vae = load(patch, pack("nodes.host.vae").load_vae, files["dc-ae"])
+        vae = load(patch, pack("nodes.host.loading.vae").load_vae, files["dc-ae"])
         assert vae.decode(torch.empty(1, 32, 8, 8)).shape == (1, 256, 256, 3)
         assert vae.encode(torch.empty(1, 256, 256, 3)).shape == (1, 32, 8, 8)
         assert {weight.device for weight in vae.first_stage_model.parameters()} == {CARD}
@@ -222,7 +222,7 @@ def test_a_vae_decodes_and_encodes(host, files, monkeypatch, state):
 def test_a_decode_may_take_what_dynamic_vram_would_evict(host, files, monkeypatch):
     """A card of 8 GB that holds Gemma and the transformer: strips of 32 px where the pages would not count."""
     with fake_card(monkeypatch, free=10**9, total=8 * 10**9, dynamic=True, evictable=5 * 10**9) as patch:
-        module = pack("nodes.host.vae")
+        module = pack("nodes.host.loading.vae")
         vae = load(patch, module.load_vae, files["dc-ae"])
         planner = module.planner_of(vae.first_stage_model, (1, 32, 128, 128), torch.bfloat16, CARD)
         assert planner.floor().peak_bytes < 10**9
@@ -235,7 +235,7 @@ def test_a_controlnet_runs(host, files, monkeypatch, state):
     with fake_card(monkeypatch, **state_of(size, state)) as patch, no_numbers(patch):
         import comfy.model_management
 
-        module = pack("nodes.host.controlnet")
+        module = pack("nodes.host.loading.controlnet")
         patcher = load(patch, lambda path: module.load_controlnet(path)[0].control_model_wrapped, files["controlnet"])
         comfy.model_management.load_models_gpu([patcher], 10**6)
         hint = torch.empty(2, 32, 32, 32, device=CARD, dtype=torch.bfloat16)
@@ -249,7 +249,9 @@ def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, sho
     expected = host.run(base_graph())
     casts = []
     monkeypatch.setattr(
-        pack("nodes.host.layers").CastLayer, "is_ready", lambda layer, device: casts.append(type(layer).__name__)
+        pack("nodes.host.loading.layers").CastLayer,
+        "is_ready",
+        lambda layer, device: casts.append(type(layer).__name__),
     )
     short_memory(state)
     got = host.run({**base_graph(), "catch model": ("Catch", {"value": ["load", 0], "name": "model"})})
@@ -260,7 +262,7 @@ def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, sho
 
 
 def test_weights_in_16_bits_that_compute_in_fp32_are_those_weights_in_fp32(host, checkpoint, monkeypatch):
-    module = pack("nodes.host.clip")
+    module = pack("nodes.host.loading.clip")
     with torch.inference_mode():
         plain = module.load_clip(checkpoint)
         for name, weight in plain.cond_stage_model.named_parameters():
@@ -284,7 +286,7 @@ def gemma_in_float32(checkpoint, folder, added=0.0):
 
 
 def test_gemma_on_a_cpu_is_stored_in_16_bits_that_hold_the_numbers_of_its_file(host, checkpoint, tmp_path):
-    module = pack("nodes.host.clip")
+    module = pack("nodes.host.loading.clip")
     with torch.inference_mode():
         stored = module.load_clip(gemma_in_float32(checkpoint, tmp_path / "model"))
         weights = dict(stored.cond_stage_model.gemma.named_parameters())
@@ -298,7 +300,7 @@ def test_gemma_on_a_cpu_is_stored_in_16_bits_that_hold_the_numbers_of_its_file(h
 def test_gemma_on_a_cpu_keeps_numbers_that_16_bits_do_not_have(host, checkpoint, tmp_path):
     folder = gemma_in_float32(checkpoint, tmp_path / "model", added=1e-6)
     with torch.inference_mode():
-        clip = pack("nodes.host.clip").load_clip(folder)
+        clip = pack("nodes.host.loading.clip").load_clip(folder)
     weight = clip.cond_stage_model.gemma.layers[0].mlp.up_proj.weight
     assert weight.dtype == torch.float32
     assert torch.equal(weight, load_file(folder / "text_encoder" / "model.safetensors")["layers.0.mlp.up_proj.weight"])

@@ -43,7 +43,7 @@ def second_device(host, monkeypatch):
 
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
     monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: devices)
-    model = pack("nodes.host.model").SanaDiffusionModel
+    model = pack("nodes.host.sampling.model").SanaDiffusionModel
     real, used = model.forward, set()
 
     def forward(self, *args, **kwargs):

@@ -23,7 +23,7 @@ ERROR = {"fp8": 0.04, "int8": 0.02, "int8_convrot": 0.02, "mxfp8": 0.06, "nvfp4"
 @pytest.fixture
 def load(host, checkpoint, monkeypatch):
     """A function that gives the bundled MODEL in a format. Those that cards alone quantise are rounded at random."""
-    module = pack("nodes.host.quantise")
+    module = pack("nodes.host.loading.quantise")
 
     def run(form="off", path=checkpoint, **options):
         if form in ("mxfp8", "nvfp4"):
@@ -31,7 +31,7 @@ def load(host, checkpoint, monkeypatch):
             monkeypatch.setitem(module.FORMATS, form, (name, {**options_of, "stochastic_rounding": 1}))
             monkeypatch.setattr(module, "is_offered", lambda name: True)
         with torch.inference_mode():
-            return pack("nodes.host.load_model").load_model(path, quantise=form, **options)
+            return pack("nodes.host.loading.load_model").load_model(path, quantise=form, **options)
 
     return run
 
@@ -42,7 +42,7 @@ def velocity(patcher, sampled=True):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 32, 4, 4, generator=generator)
     context = torch.randn(1, 7, model.diffusion_model.config.caption_channels, generator=generator)
-    prompts = pack("nodes.host.prompts")
+    prompts = pack("nodes.host.sampling.prompts")
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, 7), keep=False)])
     with torch.inference_mode():
         out = model.apply_model(x, torch.tensor([0.7]), c_crossattn=context, prompt=prompt if sampled else None)
@@ -74,7 +74,7 @@ def test_attention_and_feed_forward_are_quantised_and_nothing_else(load, form):
         else:
             assert torch.equal(patcher.model.diffusion_model.get_parameter(name), weight)
     assert patcher.model_size() < 0.4 * plain.model_size()
-    assert f"quantised to {form}" in pack("nodes.host.load_model").model_text(patcher)
+    assert f"quantised to {form}" in pack("nodes.host.loading.load_model").model_text(patcher)
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -155,7 +155,7 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
     patched = []
     for patcher in patchers:
         generator = torch.Generator().manual_seed(0)
-        adapter = pack("nodes.host.adapters").comfy.lora.load_lora
+        adapter = pack("nodes.host.loading.adapters").comfy.lora.load_lora
         tensors = {
             f"{LAYER}.lora_up.weight": torch.randn(160, 4, generator=generator),
             f"{LAYER}.lora_down.weight": torch.randn(4, 160, generator=generator),
@@ -176,7 +176,7 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
 
 
 def test_a_whole_difference_fits_the_quantised_convolution(load):
-    adapters = pack("nodes.host.adapters")
+    adapters = pack("nodes.host.loading.adapters")
     difference = torch.randn(160, 400, 1, 1, generator=torch.Generator().manual_seed(1))
     name = f"diffusion_model.{FORWARD}.weight"
     weights = []
@@ -254,7 +254,7 @@ def test_a_quantised_3x3_convolution_is_named(host, put):
 def test_what_is_offered_is_what_this_computer_has(host, monkeypatch):
     import comfy.quant_ops
 
-    module = pack("nodes.host.quantise")
+    module = pack("nodes.host.loading.quantise")
     assert module.choices() == ["off", *FORMS]
     with fake_card(monkeypatch, major=8):
         assert module.choices() == ["off", *FORMS]
@@ -278,7 +278,7 @@ def test_what_is_offered_is_what_this_computer_has(host, monkeypatch):
 )
 def test_what_cannot_be_had_is_refused_by_name(host, checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
-        pack("nodes.host.load_model").load_model(checkpoint, **options)
+        pack("nodes.host.loading.load_model").load_model(checkpoint, **options)
 
 
 def test_a_quantised_file_is_not_quantised_again(load, tmp_path):
@@ -292,7 +292,7 @@ def test_a_quantised_file_is_not_quantised_again(load, tmp_path):
 
 
 def test_a_cluster_refuses_what_it_would_draw_otherwise(load):
-    cluster = pack("nodes.host.batch_cluster")
+    cluster = pack("nodes.host.batch.cluster_batch")
     latent = {"samples": torch.zeros(1, 32, 4, 4)}
     with pytest.raises(ValueError, match="choose weight_dtype default or without fast, and quantise off"):
         cluster.make_job(SimpleNamespace(model=load("int8"), latent=latent))

@@ -118,7 +118,7 @@ def in_format(weight, name):
     """The tensors of a layer with `weight` in a format of `quantise`, and the dequantised weight."""
     import comfy.quant_ops
 
-    algorithm, options = pack("nodes.host.quantise").FORMATS[name]
+    algorithm, options = pack("nodes.host.loading.quantise").FORMATS[name]
     form = {"format": algorithm}
     if options.get("convrot"):
         form |= {"convrot": True, "convrot_groupsize": 64}
@@ -152,7 +152,7 @@ def test_an_embedding_and_a_head_in_any_format_are_read(host, put, tokenizer, na
     torch.testing.assert_close(embedding.weight[:750].float(), expected.float(), atol=0, rtol=2**-7)
     assert not embedding.weight[750:].any()
     with torch.inference_mode():
-        assert pack("nodes.host.clip").encode(clip, "a red circle", True)[0][0][0].isfinite().all()
+        assert pack("nodes.host.loading.clip").encode(clip, "a red circle", True)[0][0][0].isfinite().all()
 
 
 def test_int8_layers_are_read(host, put):

@@ -27,7 +27,7 @@ def split_graph(base_graph):
 @pytest.fixture
 def reads(host, monkeypatch):
     """A list that grows by a weak reference to each module that is read for a replica."""
-    patcher_class, modules = pack("nodes.host.load_model").comfy.model_patcher.ModelPatcher, []
+    patcher_class, modules = pack("nodes.host.loading.load_model").comfy.model_patcher.ModelPatcher, []
     deepclone = patcher_class.deepclone_multigpu
 
     def counted(patcher, *args, **options):

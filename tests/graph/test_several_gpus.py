@@ -234,7 +234,7 @@ def test_an_image_with_nan_costs_no_other_image(host, on_cpu, caplog):
     torch.testing.assert_close(got["image"][rest], on_cpu()["image"][rest], atol=2e-4, rtol=0)
     assert f"seed {7 + lost[0]}): samples: 128 of 128 values are NaN" in caplog.text
     with pytest.raises(pack("sana_core.errors").InputError, match="^samples: 128 of 128 values are NaN or infinite"):
-        pack("nodes.host.batch_devices").warn_of_nan(
+        pack("nodes.host.batch.devices").warn_of_nan(
             {number: (torch.full((32, 2, 2), torch.nan), None) for number in range(2)}
         )
 
@@ -390,7 +390,7 @@ def test_dead_entries_in_comfyuis_list_are_passed_over(host, on_cpu, frozen_heap
 
 
 def test_each_gpu_gets_as_many_images_at_once_as_fit(host):
-    devices = pack("nodes.host.batch_devices")
+    devices = pack("nodes.host.batch.devices")
     with host_cards(host, 2, total=(4 * 10**9, 10**9)):
         model = host.output_of("SanaNodesLoader", 0, model="sana-tiny")
         large, small = (devices.chunk_that_fits(model, (1, 32, 128, 128), device) for device in CARDS[:2])
@@ -435,9 +435,9 @@ def test_a_shift_reaches_all_gpus(host, on_cpu):
 def test_every_gpu_computes_in_its_own_dtype(host, on_cpu, monkeypatch):
     dtypes = {}
     with host_cards(host, exact=False, major=(8, 7)):
-        for module, name in (("model", "SanaDiffusionModel"), ("vae", "SanaAutoencoder")):
+        for module, name in (("sampling.model", "SanaDiffusionModel"), ("loading.vae", "SanaAutoencoder")):
             kind = getattr(pack(f"nodes.host.{module}"), name)
-            method = "forward" if module == "model" else "decode"
+            method = "forward" if module == "sampling.model" else "decode"
             real = getattr(kind, method)
 
             def note(self, x, *args, real=real, name=name, **options):

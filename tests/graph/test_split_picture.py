@@ -30,7 +30,7 @@ def split_graph(base_graph):
 @pytest.fixture
 def shards(host, monkeypatch):
     """A list that grows by the transformer, the pictures and the rows of each shard that is computed."""
-    module = pack("nodes.host.split")
+    module = pack("nodes.host.sampling.split")
     seen, velocity = [], module.shard_velocity
 
     def counted(transformer, shard, *args):
@@ -94,7 +94,7 @@ def test_perturbed_attention_and_the_guidance_interval_go_with_it(host, base_gra
 def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
     host, base_graph, split_graph, monkeypatch, caplog
 ):
-    split = pack("nodes.host.split")
+    split = pack("nodes.host.sampling.split")
     velocity, failed = split.shard_velocity, []
 
     def short(transformer, shard, *args):

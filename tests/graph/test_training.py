@@ -287,7 +287,7 @@ def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, tra
 
 
 def test_before_it_begins_it_says_what_fits(host, checkpoint):
-    training = pack("nodes.host.training")
+    training = pack("nodes.host.training.run")
     settings = TrainingSettings(str(checkpoint), "out", (Phase(("two",), 128, batch=64),), checkpoint_gradients=False)
     base = read_base(settings)
     plan = plan_training(settings, base)
@@ -381,7 +381,7 @@ def test_a_run_frees_the_planned_memory_and_a_reserve_for_fragments(host, traini
     """Other models stay in memory if there is room for them."""
     import comfy.model_management as management
 
-    training = pack("nodes.host.training")
+    training = pack("nodes.host.training.run")
     plans, asked = [], []
     plan_memory, free_memory = training.plan_training, management.free_memory
 

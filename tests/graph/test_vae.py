@@ -169,7 +169,7 @@ def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, mo
     options = {"method": method, "budget_gb": 0.05 if method == "strips" else 0.0}
     expected = decoded(host, graph, **options)["image"]
     check, calls = comfy.model_management.throw_exception_if_processing_interrupted, []
-    autoencoder, begun = pack("nodes.host.vae").SanaAutoencoder, []
+    autoencoder, begun = pack("nodes.host.loading.vae").SanaAutoencoder, []
     decode = autoencoder.decode
 
     def begin(self, *args, **kwargs):

@@ -228,7 +228,9 @@ def test_a_video_is_the_same_in_every_state_of_memory(host, build, monkeypatch, 
     expected = host.run(build(**OURS))["latent"]["samples"]
     casts = []
     monkeypatch.setattr(
-        pack("nodes.host.layers").CastLayer, "is_ready", lambda layer, device: casts.append(type(layer).__name__)
+        pack("nodes.host.loading.layers").CastLayer,
+        "is_ready",
+        lambda layer, device: casts.append(type(layer).__name__),
     )
     short_memory(state, 10_000_000)
     assert torch.equal(host.run(build(**OURS))["latent"]["samples"], expected)
@@ -245,7 +247,7 @@ def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, na
     file = layouts.sparse(whole, tmp_path / "video.safetensors")
     with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
         patcher = load_model(patched, file)
-        prompts = pack("nodes.host.prompts")
+        prompts = pack("nodes.host.sampling.prompts")
         prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
         x = torch.empty(2, channels, 3, 4 * patch, 6 * patch, device=CARD)
         mask, sigma = torch.ones(2, channels, 3, 4 * patch, 6 * patch, device=CARD), torch.empty(2, device=CARD)

@@ -326,7 +326,7 @@ def main() -> None:
         host = Host(Path(base) / "base")
         host.nodes.NODE_CLASS_MAPPINGS["Fresh"] = Fresh
         logging.disable(logging.CRITICAL)
-        batch, queue = pack("nodes.host.batch_devices"), pack("sana_core.batch.queue")
+        batch, queue = pack("nodes.host.batch.devices"), pack("sana_core.batch.queue")
         split, decode = pack("sana_core.split.devices"), pack("sana_core.decode.devices")
         for module, name, value in (
             (batch, "run_batch", partial(batch.run_batch, grace=BATCH_GRACE)),

@@ -79,10 +79,12 @@ def test_nonsense_is_refused():
 
 
 def test_quantised_parameters_are_the_layers_that_the_loader_quantises():
-    """LAYERS of nodes/host/quantise.py on diffusers' model."""
+    """LAYERS of nodes/host/loading/quantise.py on diffusers' model."""
     from diffusers import SanaTransformer2DModel
 
-    pattern = re.search(r'^LAYERS = re.compile\(r"(.+)"\)$', (ROOT / "nodes/host/quantise.py").read_text(), re.M)[1]
+    pattern = re.search(
+        r'^LAYERS = re.compile\(r"(.+)"\)$', (ROOT / "nodes/host/loading/quantise.py").read_text(), re.M
+    )[1]
     heads = {"num_attention_heads": 36, "num_cross_attention_heads": 16, "cross_attention_head_dim": 72}
     with torch.device("meta"):
         model = SanaTransformer2DModel(**heads, cross_attention_dim=1152, num_layers=28)

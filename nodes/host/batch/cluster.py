@@ -1,0 +1,118 @@
+"""The Ray cluster that the server's operator has configured, and what it is told of a MODEL.
+
+A machine of the cluster loads the file that MODEL came from. The weights that LoRAs have changed go there. Workers stay
+for the next queue, as long as it is for the same MODEL.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from server import PromptServer
+
+from ....sana_core.batch.progress import OnStatus
+from ....sana_core.checkpoints.fingerprint import fingerprint
+from ....sana_core.cluster.actors import Work
+from ....sana_core.cluster.connection import ClusterSettings
+from ....sana_core.cluster.session import Session
+from ....sana_core.cluster.worker import Job
+from ....sana_core.errors import InputError
+from ..compat.internals import loaded_from, path_of
+from ..compat.patches import WEIGHTS
+from ..folders import configured_cluster
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+T = TypeVar("T")
+# the server's attribute
+SESSION = "sana_cluster_session"
+
+
+def require_cluster() -> ClusterSettings:
+    """Return the cluster, and its share for this server. Raises InputError for none, and for a broken file of it."""
+    cluster = configured_cluster()
+    if cluster is None:
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    return cluster
+
+
+def session_on(cluster: ClusterSettings) -> Session:
+    """Return the server's session on `cluster`; it is kept by the server, for it outlives graphs."""
+    server = PromptServer.instance
+    session: Session | None = getattr(server, SESSION, None)
+    if session is not None and session.cluster != cluster:
+        session.leave()
+        session = None
+    if session is None or session.lost:
+        session = Session(cluster)
+        setattr(server, SESSION, session)
+    return session
+
+
+def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
+    """Return the path of the file or folder that MODEL came from, the resolution and the reference that were chosen.
+
+    Raises InputError for weights that are multiplied as they are stored, in eight bits or fewer, by ComfyUI's layers.
+    """
+    _, weight_dtype, resolution, reference, _ = loaded_from(model)
+    if weight_dtype.endswith("fast") or model.model.model_config.quant_config:
+        raise InputError(
+            "model: a cluster has no quantised products; choose weight_dtype default or without fast, and quantise off"
+        )
+    return path_of(model), resolution, reference
+
+
+def fingerprints(paths: list[str]) -> dict[str, Mapping[str, object]]:
+    """Return the fingerprint of each path; the first time, all of the files is read. Cancel is polled."""
+    poll = comfy.model_management.throw_exception_if_processing_interrupted
+    return {path: fingerprint(path, lambda done, total: poll()) for path in paths}
+
+
+def run_for(
+    model: ModelPatcher,
+    session: Session,
+    job: Job,
+    work: Work[T],
+    on_status: OnStatus,
+) -> Generator[T, None, None]:
+    """Yield the results of `work` from workers that have loaded the models of `job`, with the LoRAs of MODEL.
+
+    The workers end when MODEL is freed. Cancel is polled.
+    """
+    settings = job.settings
+    files = (job.transformer, job.autoencoder, repr(job.weights))
+    key = (*files, job.resolution, settings.dtype, settings.reference, model.patches_uuid)
+
+    def changed() -> dict[str, torch.Tensor]:
+        weakref.finalize(model.model, session.forget, key)
+        return changed_weights(model)
+
+    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, on_status)
+
+
+def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """Return the transformer's weights that LoRAs change, or eight bits, as this machine would generate with them.
+
+    By diffusers' names.
+    """
+    device, own = model.load_device, model.model.get_dtype_inference()
+    changed = {}
+    for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
+        if patches:
+            dtype = comfy.model_management.lora_compute_dtype(device)
+            wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+            patched = comfy.lora.calculate_weight(patches, wide, key)
+            weight = comfy.float.stochastic_rounding(patched, weight.dtype, seed=comfy.utils.string_to_seed(key))
+        elif weight.itemsize > 1:
+            continue
+        # torch unpickles no tensor of eight bits
+        changed[key.removeprefix(WEIGHTS)] = weight.to("cpu", own)
+    return changed

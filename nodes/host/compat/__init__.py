@@ -1,0 +1,1 @@
+"""All patches of ComfyUI, and all uses of its internals that a new version may move."""

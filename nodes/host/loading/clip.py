@@ -1,0 +1,258 @@
+"""SANA's text encoder as ComfyUI's CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.ops
+import comfy.sd
+import comfy.supported_models_base
+import comfy.utils
+import torch
+from tqdm.auto import tqdm
+
+from ....sana_core.checkpoints import find_part, inspect_checkpoint
+from ....sana_core.checkpoints.checkpoint import Source
+from ....sana_core.checkpoints.load import text_reference
+from ....sana_core.checkpoints.tokenizer import load_tokenizer
+from ....sana_core.errors import InputError
+from ....sana_core.model.reference import AUTO, NVIDIA
+from ....sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, read_prompt, select_tokens
+from ....sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
+from ..compat.internals import pixeldit_tokenizer, remember_loader
+from ..file_stats import reloader
+from ..report import show_under_running_node
+from ..sampling.core_nodes import ENCODED, no_effect
+from .layers import LookupPatcher, keep_on_device
+from .weights import config_tensor, load_component, wide_dtype
+
+if TYPE_CHECKING:
+    from transformers import Gemma2Model
+
+KEY = "gemma2_2b"
+# Inputs that Gemma 2 cannot read. Newer versions of Generate Text have several images.
+MEDIA = ("image", "images", "image_embeds", "video", "audio")
+# Options that change nothing for any text: Generate Text pads to at least one token, and other nodes forbid no tokens.
+HARMLESS = ("min_length", "prevent_empty_text")
+
+
+class SanaTokenizer:
+    """Text to (token, weight) pairs. Weights are always 1: SANA reads brackets as brackets."""
+
+    def __init__(self, tokenizer: Tokenizer, config: dict, reference: str) -> None:
+        """`config` is Gemma 2's, `reference` whose reading of prompts is followed."""
+        self.tokenizer = tokenizer
+        self.config = {**config, "reference": reference}
+        self.reference = reference
+
+    def tokenize_with_weights(
+        self,
+        text: str,
+        return_word_ids: bool = False,
+        instruction: bool | None = None,
+        skip_template: bool | None = None,
+        system_prompt: str | None = None,
+        **options,
+    ) -> dict[str, list[list[tuple]]]:
+        """Return the tokens of `text`: a prompt for SANA, or a request that Gemma 2 answers if `skip_template` is set.
+
+        `instruction` None: a prompt gets SANA's instruction, and an empty text, which means no prompt, does not.
+        `options` are inputs for other text encoders. Raises InputError if one is an image, a video or a sound.
+        """
+        check_options(options)
+        if skip_template is not None:
+            ids = read_request(self.tokenizer, text, not skip_template, system_prompt or "")
+            return {KEY: [[(token, 1.0) for token in ids]]}
+        if system_prompt:
+            show_under_running_node(no_effect("system_prompt"))
+        instruction = bool(text.strip()) if instruction is None else instruction
+        reading = read_prompt(self.tokenizer.encode, text, instruction, MAX_TOKENS, self.reference)
+        if reading.note:
+            show_under_running_node(reading.note)
+        return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
+
+    def decode(self, token_ids: list[int], **kwargs) -> str:
+        """Return the text of what `SanaTextModel.generate` has returned."""
+        return self.tokenizer.decode(token_ids)
+
+    def state_dict(self) -> dict:
+        """What ComfyUI writes into a file beside the weights, with the prefix by which CLIPSave puts it to them."""
+        content = torch.frombuffer(bytearray(self.tokenizer.content), dtype=torch.uint8)
+        own = {self.tokenizer.kind: content, **config_tensor("text_encoder", self.config)}
+        return {f"{KEY}.{name}": value for name, value in own.items()}
+
+
+def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
+    """Return what ComfyUI's CLIP calls tokens of what `read_prompt` has read."""
+    ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
+    return {KEY: [[(token, 1.0, *tail) for token in ids]]}
+
+
+def check_options(options: dict) -> None:
+    """Say under the running node which of `options`, inputs for other text encoders, have no effect on Gemma 2.
+
+    Raises InputError if one of them is an image, a video or a sound, which Gemma 2 cannot read.
+    """
+    for name, value in options.items():
+        is_unset = value is None or (isinstance(value, (bool, str, list, tuple, dict)) and not value)
+        if is_unset or name in HARMLESS:
+            continue
+        if name in MEDIA:
+            raise InputError(f"{name}: Gemma 2 reads text alone; disconnect it")
+        show_under_running_node(no_effect(name))
+
+
+class SanaTextModel(torch.nn.Module):
+    """Gemma 2 behind the calls that ComfyUI's CLIP makes."""
+
+    def __init__(self, gemma: Gemma2Model, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        # the names by which ComfyUI's checkpoints and LoRA know Gemma 2
+        self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
+        self.pad_token = tokenizer.pad_token
+        self.stop_tokens = stop_tokens(tokenizer, gemma)
+        self.dtypes = {gemma.dtype}
+        self.execution_device = gemma.device
+
+    @property
+    def gemma(self) -> Gemma2Model:
+        return self.gemma2_2b["transformer"]["model"]
+
+    def reset_clip_options(self) -> None:
+        self.execution_device = self.gemma.device
+
+    def set_clip_options(self, options: dict) -> None:
+        self.execution_device = options.get("execution_device", self.execution_device)
+        if options.get("layer") is not None:
+            show_under_running_node(no_effect("CLIPSetLastLayer"))
+
+    def encode_token_weights(self, pairs: dict[str, list[list[tuple]]]) -> tuple[torch.Tensor, None, dict]:
+        """Return embeddings [B, 300, C], no pooled output, and the mask."""
+        ids = torch.tensor([[pair[0] for pair in row] for row in pairs[KEY]], device=self.execution_device)
+        mask = (ids != self.pad_token).long()
+        states = self.gemma(ids, attention_mask=mask).last_hidden_state
+        device = comfy.model_management.intermediate_device()
+        cond = select_tokens(states, MAX_TOKENS).float().to(device)
+        return cond, None, {"attention_mask": select_tokens(mask, MAX_TOKENS).to(device), ENCODED: cond}
+
+    def generate(
+        self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, mtp: bool = False, **options
+    ) -> list[int]:
+        """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it.
+
+        `mtp` asks for several tokens at once, of models that predict them; Gemma 2 does not.
+        """
+        bar = comfy.utils.ProgressBar(max_length)
+        choose = token_sampler(**options) if do_sample else most_likely
+        with tqdm(total=max_length, desc="Writing", disable=not comfy.utils.PROGRESS_BAR_ENABLED) as line:
+
+            def report() -> None:
+                comfy.model_management.throw_exception_if_processing_interrupted()
+                bar.update(1)
+                line.update()
+
+            ids = [pair[0] for pair in pairs[KEY][0]]
+            placed = Placement(self.execution_device, self.gemma.embed_tokens.logits)
+            return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report, placed)
+
+
+def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor, Sequence[int]], int]:
+    """Return a function that picks tokens at random, as ComfyUI's own models do with those options.
+
+    It draws on the CPU, so that a seed draws the same everywhere.
+    """
+    from comfy.text_encoders.llama import BaseGenerate
+
+    generator = torch.Generator().manual_seed(seed or 0)
+
+    def choose(logits: torch.Tensor, written: Sequence[int]) -> int:
+        rules = {**options, "token_history": written, "generator": generator}
+        return int(BaseGenerate().sample_token(logits[None], **rules))
+
+    return choose
+
+
+def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
+    """Return the CLIP of a checkpoint, which reads prompts as `text_reference` says.
+
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
+    """
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
+    reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
+    info = find_part(checkpoint, "text_encoder")
+    tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
+    device = comfy.model_management.text_encoder_device()
+    dtype, compute = text_dtypes(device)
+    operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
+    if info.quantised:
+        dtype, operations = dtype or compute, comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
+    gemma = load_component(info, dtype, compute, operations)
+    target = comfy.supported_models_base.ClipTarget(
+        lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
+        lambda **_: SanaTextModel(gemma, tokenizer),
+    )
+    clip = comfy.sd.CLIP(
+        target,
+        model_options={"dtype": gemma.dtype, "initial_device": torch.device("cpu")},
+        disable_dynamic=disable_dynamic,
+    )
+    if not clip.patcher.is_dynamic():
+        # ComfyUI's CLIP creates the patcher itself.
+        clip.patcher.__class__ = LookupPatcher
+    remember_loader(clip.patcher, reload, path, reference)
+    keep_on_device(clip.patcher)
+    return clip
+
+
+def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
+
+    A device without bf16 computes in fp32. It converts one layer at a time, because fp32 weights would take 10.5 GB.
+    For a CPU the first dtype is None: bf16 if it represents the file's weights exactly, else the file's dtype.
+    """
+    compute = wide_dtype(device)
+    if comfy.model_management.is_device_cpu(device):
+        return None, compute
+    return torch.bfloat16 if comfy.model_management.supports_cast(device, torch.bfloat16) else compute, compute
+
+
+def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:
+    """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
+
+    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError
+    for any other, and as `read_prompt` does.
+    """
+    reference = NVIDIA
+    if isinstance(clip.tokenizer, SanaTokenizer):
+        split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
+        reference = clip.tokenizer.reference
+    elif theirs := pixeldit_tokenizer(clip.tokenizer):
+        # pixeldit's own tokenization puts the instruction before negative prompts too
+        split, pad_token = theirs
+    else:
+        raise InputError(
+            f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
+            "connect SANA Loader or SANA Load Text Encoder"
+        )
+    reading = read_prompt(split, text, instruction, MAX_TOKENS, reference)
+    return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading
+
+
+def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> tuple[list, list[str]]:
+    """Return the CONDITIONING of `prompts`, one row of embeddings each, and what was cut, a line for each cut prompt.
+
+    A prompt has the same row in any list. Raises InputError for a CLIP that is not Gemma 2, and for characters that
+    cannot be encoded.
+    """
+    rows, notes = [], []
+    for number, prompt in enumerate(prompts, 1):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        ((embeds, rest),), reading = encode(clip, prompt, instruction)
+        if reading.note:
+            notes.append(f"prompt {number}: {reading.note}")
+        rows.append((embeds, rest["attention_mask"]))
+    embeds, mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return [[embeds, {**rest, "attention_mask": mask, ENCODED: None}]], notes

@@ -1,0 +1,154 @@
+"""A checkpoint's transformer as ComfyUI's MODEL."""
+
+from __future__ import annotations
+
+import math
+
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.supported_models_base
+import torch
+from diffusers import SanaVideoTransformer3DModel
+
+from ....sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
+from ....sana_core.checkpoints.checkpoint import Source
+from ....sana_core.checkpoints.configs import hidden_width
+from ....sana_core.checkpoints.load import shift_of
+from ....sana_core.checkpoints.parts import find_transformer
+from ....sana_core.model.reference import AUTO, DIFFUSERS
+from ....sana_core.runtime.checks import check_name
+from ..compat.internals import add_lora_names, remember_loader
+from ..file_stats import reloader
+from ..sampling.core_nodes import fit_core_nodes
+from ..sampling.guidance import follow_reference, refuse_unfit_samplers
+from ..sampling.latents import latent_format
+from ..sampling.model import SanaDiffusionModel, SanaModel
+from ..sampling.video_model import SanaVideoDiffusionModel, SanaVideoModel, cell_bytes, video_format
+from .layers import keep_on_device
+from .lora import model_keys
+from .quantise import OFF, check_choice
+from .weights import load_component
+
+
+class SanaConfig(comfy.supported_models_base.BASE):
+    """Settings that BaseModel reads."""
+
+    unet_config = {"disable_unet_model_creation": True}
+    unet_extra_config = {}
+    # how ComfyUI names the components when it saves a checkpoint
+    text_encoder_key_prefix = ["text_encoders."]
+    vae_key_prefix = ["vae."]
+
+    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
+        """`info` is the transformer in `checkpoint`, `form` the format that its blocks are quantised to."""
+        is_video = info.kind == "video_transformer"
+        embedding = info.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
+        inner = embedding.shape[0]
+        # FreeU reads it
+        super().__init__({**self.unet_config, "model_channels": inner})
+        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
+        self.latent_format = video_format(embedding.shape[1]) if is_video else latent_format(checkpoint)
+        # fp16 overflows in SANA's weights but for the repositories made for it
+        half = [torch.float16] if info.dtype == torch.float16 else []
+        self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
+        # ComfyUI finds the formats by the layers; it only wants to know that there are any
+        self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
+        self.text = describe(info, resolution, form)
+        # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
+        hidden = 2 * hidden_width(info.headers)
+        cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
+        self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
+
+
+def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
+    """Return what the transformer `info` is, in a line; `resolution` is the chosen one, `form` as for SanaConfig.
+
+    It leaves out what is as expected: a size from the configuration, the reference of the layout.
+    """
+    size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
+    pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
+    parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
+    if info.kind == "video_transformer":
+        parts = [f"SANA-Video {info.variant.removeprefix('video-')}"]
+    parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
+    if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
+        parts.append("computed as by diffusers" if info.reference == DIFFUSERS else "computed as by NVIDIA's code")
+    parts.append(str(info.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
+    return ", ".join(parts)
+
+
+def weight_count(info: CheckpointInfo) -> int:
+    return sum(math.prod(header.shape) for header in info.headers.values())
+
+
+WEIGHT_DTYPES = {
+    "default": None,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
+    """Return what a loaded model is, in a line for the user."""
+    return patcher.model.model_config.text
+
+
+def load_model(
+    source: Source,
+    weight_dtype: str = "default",
+    resolution: int | None = None,
+    reference: str = AUTO,
+    quantise: str = OFF,
+    disable_dynamic: bool = False,
+) -> comfy.model_patcher.ModelPatcher:
+    """Return the MODEL of a checkpoint.
+
+    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
+    what the checkpoint says. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with
+    the file's name, for what is no SANA transformer, InputError for another choice.
+    """
+    check_name("weight_dtype", weight_dtype, WEIGHT_DTYPES)
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
+    reload = reloader(load_model, path)
+    info = follow(find_transformer(checkpoint), reference)
+    check_choice(quantise, weight_dtype, info.quantised)
+    config = SanaConfig(checkpoint, info, resolution, quantise)
+    is_quantised = config.quant_config is not None
+    load_device = comfy.model_management.get_torch_device()
+    supported = config.supported_inference_dtypes
+    stored = WEIGHT_DTYPES[weight_dtype]
+    if stored is None:
+        stored = comfy.model_management.unet_dtype(
+            load_device, weight_count(info), supported, weight_dtype=None if is_quantised else info.dtype
+        )
+    compute = comfy.model_management.unet_manual_cast(None if is_quantised else stored, load_device, supported)
+    config.set_inference_dtype(stored, compute, device=load_device)
+    operations = comfy.ops.pick_operations(
+        stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
+    )
+    transformer = load_component(info, stored, compute, operations, resolution, quantise)
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    model = model_of(transformer, config)
+    patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
+    remember_loader(patcher, reload, path, weight_dtype, resolution, reference, quantise)
+    add_lora_names(model_keys)
+    keep_on_device(patcher)
+    refuse_unfit_samplers(patcher)
+    fit_core_nodes(patcher)
+    # videos have a mask for each prompt
+    if not isinstance(model, SanaVideoModel):
+        follow_reference(patcher)
+    return patcher
+
+
+def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
+    """Return what ComfyUI's samplers drive, around the library's `transformer`."""
+    is_video = isinstance(transformer, SanaVideoTransformer3DModel)
+    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
+    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
+    model.diffusion_model = transformer
+    return model

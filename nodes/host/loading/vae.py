@@ -1,0 +1,318 @@
+"""DC-AE as ComfyUI's VAE: core's decode and encode nodes run sana_core's, exact and in the memory that is free."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.patcher_extension import CallbacksMP
+from diffusers import AutoencoderDC
+
+from ....sana_core.checkpoints import find_part, inspect_checkpoint
+from ....sana_core.checkpoints.checkpoint import Source
+from ....sana_core.checkpoints.load import load_part
+from ....sana_core.decode import DecodeOptions, decode_into, encode_images
+from ....sana_core.decode.plan import UNBOUNDED, Planner
+from ....sana_core.decode.stages import decoder_stages, encoder_stages
+from ....sana_core.errors import InputError
+from ....sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
+from ....sana_core.model.layers import arrange_convolutions
+from ....sana_core.runtime.cancellation import Poll, Polled
+from ....sana_core.runtime.text import Json
+from ..compat.internals import empty_vae, free_memory, path_of, remember_loader
+from ..file_stats import reloader
+from ..folders import one_gpu_note
+from .layers import keep_on_device
+from .video_vae import load_video_vae
+from .weights import config_tensor, read, wide_dtype
+
+# The part of the free memory that a decode may use.
+BUDGET = 0.9
+# The part of a GPU's memory that ComfyUI should clear for a decode that could also work with less.
+SHARE = 0.5
+
+
+class SanaAutoencoder(AutoencoderDC):
+    """DC-AE with the calls that ComfyUI's VAE makes."""
+
+    device = None  # ComfyUI writes it; diffusers has a property without setter here
+    comfy_has_chunked_io = True  # decode writes into ComfyUI's buffer, encode takes images from wherever they are
+
+    def decode_output_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return (shape[0], 3, shape[2] * DOWNSCALE, shape[3] * DOWNSCALE)
+
+    def decode(self, z: torch.Tensor, output_buffer: torch.Tensor | None = None, **options) -> torch.Tensor:
+        weights = next(self.parameters())
+        if options.get("devices"):
+            # Each device gets a budget of its own, after it has a copy of the decoder.
+            options["free_bytes"] = free_memory
+        elif options.get("max_bytes") is None:
+            options["max_bytes"] = budget(planner_of(self, z.shape, weights.dtype, weights.device), weights.device)
+        if output_buffer is None:
+            device = comfy.model_management.intermediate_device()
+            output_buffer = torch.empty(self.decode_output_shape(z.shape), device=device, dtype=weights.dtype)
+        if "progress" not in options:
+            options["progress"] = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE).update_absolute
+        poll = options.setdefault("poll", comfy.model_management.throw_exception_if_processing_interrupted)
+        report = options.pop("report", None)
+        # a layer's strip takes a CPU seconds
+        with Polled(poll) if weights.device.type == "cpu" else nullcontext():
+            decode_into(output_buffer, self, z, DecodeOptions(**options), report)
+        check_decoded(output_buffer, z)
+        return output_buffer
+
+    def decode_tiled(
+        self, z: torch.Tensor, tile_x: int = 16, tile_y: int = 16, overlap: int = 0, **ignored
+    ) -> torch.Tensor:
+        """Decode in strips that need no more memory than tiles of this size, in rows and columns of latents, would."""
+        weights = next(self.parameters())
+        planner = planner_of(self, z.shape, weights.dtype, weights.device)
+        tiles = planner.tiles(max(tile_x, tile_y), overlap)
+        return self.decode(z, method="strips", max_bytes=max(tiles.peak_bytes, planner.floor().peak_bytes))
+
+    def encode(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        weights = next(self.parameters())
+        max_bytes = budget(encoder_planner_of(self, x.shape, weights.dtype, weights.device), weights.device)
+        poll = comfy.model_management.throw_exception_if_processing_interrupted
+        return encode_images(self, x, max_bytes=max_bytes, poll=poll)
+
+
+def check_decoded(images: torch.Tensor, latents: torch.Tensor) -> None:
+    """Raise InputError if the decoder has overflowed. ComfyUI would show such images as black."""
+    for number, image in enumerate(images):
+        # A sum needs no memory, unlike isfinite().
+        if not math.isfinite(float(image.sum(dtype=torch.float32))):
+            largest = float(latents[number].abs().max())
+            raise InputError(
+                f"samples: image {number} has NaN or infinity after the decode, because its latents reach "
+                f"{largest:.3g}, expected about 10; sample again in bf16 or fp32"
+            )
+
+
+def check_latents(samples: torch.Tensor) -> None:
+    """Raise InputError unless `samples` can be decoded. ComfyUI takes the first frame of latents with frames."""
+    if not isinstance(samples, torch.Tensor) or samples.is_nested:
+        raise InputError(
+            f"samples: got {type(samples).__name__}, expected one tensor of latents; use SANA Empty Latent"
+        )
+    shape = samples.shape
+    check_channels("samples", shape[:2] + shape[3:] if len(shape) == 5 and shape[2] else shape)
+    if not samples.is_floating_point():
+        got = str(samples.dtype).removeprefix("torch.")
+        raise InputError(f"samples: got latents of {got}, expected floating-point numbers; encode with SANA's VAE")
+
+
+def check_pixels(pixels: torch.Tensor) -> None:
+    """Raise InputError unless `pixels` is an IMAGE that ComfyUI can crop to whole cells of latents."""
+    if not isinstance(pixels, torch.Tensor):
+        raise InputError(f"pixels: got {type(pixels).__name__}, expected an IMAGE; connect an output of that type")
+    shape = pixels.shape
+    if len(shape) != 4 or not shape[0] or shape[3] < 3 or not pixels.is_floating_point():
+        got = str(pixels.dtype).removeprefix("torch.")
+        raise InputError(
+            f"pixels: got {got} of shape {list(shape)}, expected one or more images [batch, height, width, 3] of "
+            "floating-point numbers; use Load Image"
+        )
+    if min(shape[1:3]) < DOWNSCALE:
+        raise InputError(
+            f"pixels: got images of {shape[2]} x {shape[1]}, expected at least {DOWNSCALE} x {DOWNSCALE}; scale them"
+        )
+
+
+def budget(planner: Planner, device: torch.device) -> int:
+    """Return what work may take of `device`: of its free memory, but never less than it can do with."""
+    return max(int(free_memory(device) * BUDGET), planner.floor().peak_bytes)
+
+
+def planner_of(
+    autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Planner:
+    """Return the planner of a decode on `device`."""
+    return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
+
+
+def encoder_planner_of(
+    autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Planner:
+    """Return the planner of an encode on `device`."""
+    rows, columns = (side // DOWNSCALE for side in image_shape[2:])
+    return Planner(encoder_stages(autoencoder), rows, columns, dtype, device.type != "cpu")
+
+
+class SanaVAE(comfy.sd.VAE):
+    """ComfyUI's VAE around a SanaAutoencoder.
+
+    ComfyUI calls the functions that estimate memory before it loads the weights. So the estimates are for
+    `self.device`, the device that it will load them to. Select VAE Device changes it.
+    """
+
+    def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return self.reserved_bytes(planner_of(self.first_stage_model, shape, dtype, self.device))
+
+    def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return self.reserved_bytes(encoder_planner_of(self.first_stage_model, shape, dtype, self.device))
+
+    def decode(self, samples_in: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        # ComfyUI plans the memory before the decoder sees the latents.
+        check_latents(samples_in)
+        return super().decode(samples_in, *args, **kwargs)
+
+    def decode_tiled(self, samples: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        check_latents(samples)
+        return super().decode_tiled(samples, *args, **kwargs)
+
+    def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
+        # ComfyUI crops the images and plans the memory before the encoder sees them.
+        check_pixels(pixel_samples)
+        return super().encode(pixel_samples)
+
+    def encode_tiled(self, pixel_samples: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        check_pixels(pixel_samples)
+        return super().encode_tiled(pixel_samples, *args, **kwargs)
+
+    def reserved_bytes(self, planner: Planner) -> int:
+        """Return the bytes that ComfyUI should clear: enough for an efficient plan, but not more than SHARE."""
+        total, floor = comfy.model_management.get_total_memory(self.device), planner.floor()
+        return (planner.fitting(max(total * SHARE, floor.peak_bytes)) or floor).peak_bytes
+
+    def encode_tiled_(self, pixels: torch.Tensor, **ignored) -> torch.Tensor:
+        """Encode in strips. ComfyUI would blend three passes of tiles."""
+        latents = self.first_stage_model.encode(self.process_input(pixels).to(self.vae_dtype))
+        return latents.to(device=self.output_device, dtype=self.vae_output_dtype())
+
+    def get_sd(self) -> dict[str, torch.Tensor]:
+        autoencoder = self.first_stage_model
+        return {**autoencoder.state_dict(), **config_tensor("autoencoder", autoencoder.config)}
+
+
+def load_vae(source: Source) -> comfy.sd.VAE:
+    """Return the VAE of a checkpoint.
+
+    Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE and no VAE of SANA-Video.
+    """
+    checkpoint = inspect_checkpoint(source)
+    path = checkpoint.path
+    # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
+    reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
+    for part in checkpoint.parts or (checkpoint,):
+        if part.kind == "video_autoencoder":
+            return load_video_vae(part)
+    info = find_part(checkpoint, "autoencoder")
+    device = comfy.model_management.vae_device()
+    dtype = wide_dtype(device)
+    vae = empty_vae(device, dtype)
+    vae.__class__ = SanaVAE
+    # Functions for the pixel-space VAE, which would hide the methods.
+    del vae.memory_used_decode, vae.memory_used_encode
+
+    # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
+    # ComfyUI does not bring them over again for each image
+    with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+        autoencoder = load_part(info, dtype, read)
+    autoencoder.__class__ = SanaAutoencoder
+    comfy.model_management.archive_model_dtypes(autoencoder)
+
+    vae.first_stage_model = autoencoder
+    vae.downscale_ratio = vae.upscale_ratio = DOWNSCALE
+    vae.latent_channels = CHANNELS
+    vae.disable_offload = True
+    vae.handles_tiling = True
+    vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
+    remember_loader(vae.patcher, reload, path)
+    keep_on_device(vae.patcher)
+    # for the device that they are on by then
+    vae.patcher.add_callback_with_key(
+        CallbacksMP.ON_LOAD, "sana_arrange", lambda patcher, *load: arrange_convolutions(patcher.model)
+    )
+    vae.size = comfy.model_management.module_size(autoencoder)
+    return vae
+
+
+def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str) -> tuple:
+    """Return the IMAGE of `samples`, and a report of how it was made."""
+    report: Json = {}
+    options: Json = {"method": method, "report": report}
+    every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
+    if vae.device not in every:
+        # With --cpu-vae the VAE stays on the CPU.
+        every = []
+    if budget_gb and method in UNBOUNDED:
+        raise InputError(f"budget_gb: got {budget_gb} with method {method}, which has no budget; set it to 0")
+    if budget_gb:
+        planner = planner_of(vae.first_stage_model, samples.shape, vae.vae_dtype, vae.device)
+        floor = math.ceil(planner.floor().peak_bytes / 1e6) / 1e3
+        if budget_gb < floor:
+            size = f"{samples.shape[3] * DOWNSCALE} x {samples.shape[2] * DOWNSCALE}"
+            raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for an image of {size}, or 0")
+        options["max_bytes"] = int(budget_gb * 1e9)
+    if every:
+        options["devices"] = every
+        # the others get a copy of the decoder for as long as it decodes
+        memory = vae.patcher.model_size() + vae.memory_used_decode(samples.shape, vae.vae_dtype)
+        for device in every:
+            if device != vae.device:
+                comfy.model_management.free_memory(memory, device)
+    image = vae.decode(samples, options)
+    note = one_gpu_note() if devices == "all" else ""
+    return image, "\n".join(filter(None, [report_text(report), note]))
+
+
+def check_image_vae(vae: comfy.sd.VAE) -> None:
+    """Raise InputError unless `vae` has latents with the channels of SANA's images."""
+    if vae.latent_channels != CHANNELS:
+        got = vae.latent_channels
+        raise InputError(f"vae: got one of {got} channels, expected {CHANNELS}; use the VAE of a SANA model of images")
+
+
+def check_decodable(samples: torch.Tensor, vae: comfy.sd.VAE) -> None:
+    """Raise InputError unless `samples` are SANA's latents of images, and `vae` has latents of that kind."""
+    if samples.ndim == 5:
+        raise InputError("samples: got the latent of a video, expected one of images; use VAE Decode for videos")
+    check_channels("samples", samples.shape)
+    check_image_vae(vae)
+
+
+def vae_path(vae: comfy.sd.VAE, reader: str) -> str:
+    """Return the checkpoint of `vae`, which `reader` loads again. Raises InputError unless it is SANA's."""
+    if not isinstance(vae.first_stage_model, SanaAutoencoder):
+        got = type(vae.first_stage_model).__name__
+        raise InputError(f"vae: got {got}, which {reader} cannot load; use SANA Loader or SANA Load VAE")
+    return path_of(vae.patcher)
+
+
+def load_for_decode(vae: comfy.sd.VAE, shape: torch.Size) -> None:
+    """Load SANA's `vae` and clear memory for a decode of latents of that shape, as ComfyUI's VAE Decode does."""
+    memory = vae.memory_used_decode(shape, vae.vae_dtype)
+    comfy.model_management.load_models_gpu([vae.patcher], memory, force_full_load=vae.disable_offload)
+
+
+def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch.Tensor:
+    """Return the IMAGE of `samples` by SANA's `vae`, which is loaded, in a thread that must not touch ComfyUI's lists.
+
+    The bar is the caller's. Raises what means that memory ran out where ComfyUI would try again in tiles.
+    """
+    autoencoder = vae.first_stage_model
+    shape = autoencoder.decode_output_shape(samples.shape)
+    pixels = torch.empty(shape, device=vae.output_device, dtype=vae.vae_output_dtype())
+    samples = samples.to(device=vae.device, dtype=vae.vae_dtype)
+    autoencoder.decode(samples, output_buffer=pixels, progress=None, poll=poll)
+    return vae.process_output(pixels).movedim(1, -1)
+
+
+def report_text(report: Json) -> str:
+    """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
+    if "seconds" not in report:
+        return "ran out of memory; decoded again in smaller strips"
+    peak = report["peak_bytes"]
+    measured = "" if peak is None else f", {peak / 1e6:.0f} MB measured"
+    lines = [
+        report["plan"],
+        f"{report['strips']} strips, {report['seconds']:.2f} s",
+        f"peak {report['predicted_bytes'] / 1e6:.0f} MB predicted{measured}",
+    ]
+    return "\n".join([*lines, *report["events"]])

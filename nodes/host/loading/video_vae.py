@@ -1,0 +1,105 @@
+"""The VAEs of SANA-Video, Wan 2.1's and LTX-2's, in ComfyUI's own classes, which read the original names alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import comfy.ldm.lightricks.vae.causal_video_autoencoder
+import comfy.ldm.wan.vae
+import comfy.model_management
+import comfy.sd
+import torch
+
+from ....sana_core.checkpoints.headers import read_tensors
+from ....sana_core.checkpoints.load import build_module, check_finite, check_names
+from ....sana_core.errors import CheckpointError, SanaError
+from ....sana_core.runtime.accelerator import is_out_of_memory
+from ....sana_core.runtime.cancellation import Polled
+from ....sana_core.runtime.text import brief
+from .weights import read
+
+if TYPE_CHECKING:
+    from ....sana_core.checkpoints import CheckpointInfo
+
+# of LTX-2's latents, and of its encoder's first layer
+CHANNELS = 128
+# of LTX-2's VAE: how diffusers calls what halves a video, and how Lightricks does
+HALVED = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spatiotemporal": "compress_all_res"}
+
+
+def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
+    """Return the VAE of `info`, a file of Wan 2.1's or LTX-2's VAE in either layout. Raises CheckpointError."""
+    try:
+        with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+            if info.layout == "diffusers" and info.config is not None:
+                # This checks the configuration, and compares the shapes in the header with it.
+                build_module(info)
+            tensors = read_tensors(info.weights, list(info.weights.headers), read)
+            tensors = {target: tensors[origin.name] for target, origin in info.origins.items()}
+            for name, tensor in tensors.items():
+                check_finite(info.name, name, tensor)
+            return build(info, tensors)
+    except (SanaError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # ComfyUI raises many kinds for shapes that do not fit each other.
+        if is_out_of_memory(error):
+            raise
+        reason = brief(str(error) or type(error).__name__, 100)
+        raise CheckpointError(f"{info.name}: builds no video VAE ({reason}); download it again") from error
+
+
+def build(info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:
+    """Return ComfyUI's VAE of `tensors`, which have the names in the file."""
+    config = None
+    if info.layout == "diffusers" and info.variant == "ltx-2":
+        config = ltx_config(info.config or {})
+    metadata = {"config": json.dumps({"vae": config})} if config else dict(info.weights.metadata)
+    if info.layout == "diffusers":
+        names = original_names(info, config)
+        # ComfyUI leaves layers without a tensor at their random values.
+        check_names(info.name, "no", names.keys() - tensors.keys())
+        tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    vae = comfy.sd.VAE(sd=tensors, metadata=metadata)
+    vae.throw_exception_if_invalid()
+    return vae
+
+
+def original_names(info: CheckpointInfo, config: dict | None) -> dict[str, str]:
+    """Return {diffusers' name: original name} of all tensors of the VAE `info`: the library converts the other way."""
+    from diffusers.loaders.single_file_utils import convert_ltx2_vae_to_diffusers, convert_wan_vae_to_diffusers
+
+    with torch.device("meta"):
+        if config is not None:
+            module = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=config)
+            return convert_ltx2_vae_to_diffusers({name: name for name in module.state_dict()})
+        module = comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True])
+        return convert_wan_vae_to_diffusers({name: name for name in module.state_dict()})
+
+
+def ltx_config(own: dict) -> dict:
+    """Return Lightricks' configuration of the VAE that diffusers' configuration `own` describes."""
+    widths = own.get("block_out_channels", [256, 512, 1024, 2048])
+    layers = own.get("layers_per_block", [4, 6, 6, 2, 2])
+    halved = own.get("downsample_type", ["spatial", "temporal", "spatiotemporal", "spatiotemporal"])
+    encoder: list[list] = [["res_x", {"num_layers": layers[0]}]]
+    for kind, count, inner, width in zip(halved, layers[1:], [CHANNELS, *widths], widths, strict=False):
+        encoder += [[HALVED[kind], {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
+    decoder: list[list] = []
+    # from the finest to the coarsest, as the library lists its own
+    for count in own.get("decoder_layers_per_block", [5, 5, 5, 5]):
+        decoder += [["res_x", {"num_layers": count, "inject_noise": False}]]
+        decoder += [["compress_all", {"residual": True, "multiplier": 2}]]
+    return {
+        "dims": 3,
+        "latent_channels": CHANNELS,
+        "encoder_blocks": encoder,
+        "decoder_blocks": decoder[:-1],
+        "decoder_base_channels": own.get("decoder_block_out_channels", [256])[0] // 2,
+        "norm_layer": "pixel_norm",
+        "patch_size": 4,
+        "latent_log_var": "uniform",
+        "causal_decoder": own.get("decoder_causal", True),
+        "timestep_conditioning": own.get("timestep_conditioning", False),
+    }

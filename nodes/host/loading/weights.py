@@ -1,0 +1,150 @@
+"""A recognised component as a module in ComfyUI's operations, filled from its file, and what it is saved with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.utils
+import torch
+
+from ....sana_core.checkpoints.detect import SAVED_CONFIG
+from ....sana_core.checkpoints.files import parse_json
+from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
+from ....sana_core.checkpoints.kinds import KINDS
+from ....sana_core.checkpoints.load import build_module, component_tensors, fill
+from ....sana_core.errors import CheckpointError
+from ....sana_core.runtime.cancellation import Polled
+from ....sana_core.runtime.text import brief
+from .layers import adopt, is_mixed, is_stored
+from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
+
+if TYPE_CHECKING:
+    from ....sana_core.checkpoints import CheckpointInfo
+
+QUANTISATION = "_quantization_metadata"  # ComfyUI's key
+
+
+def read(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of `file` as `read_file` does.
+
+    With dynamic VRAM, ComfyUI maps .safetensors files and streams weights from the mapped file to the GPU. The result
+    then has all tensors of the file, even if `names` are fewer.
+    """
+    is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
+    if is_dynamic and file.suffix.lower() in SAFETENSORS:
+        tensors = comfy.utils.load_torch_file(str(file))
+        return {name: exact_half(tensor) for name, tensor in tensors.items()} if half else tensors
+    return read_file(file, names, half)
+
+
+def load_component(
+    info: CheckpointInfo,
+    weight_dtype: torch.dtype | None,
+    compute_dtype: torch.dtype | None,
+    operations: type,
+    resolution: int | None = None,
+    form: str = OFF,
+) -> torch.nn.Module:
+    """Return the module of `info`, with layers of `operations`, which ComfyUI casts when they run.
+
+    Linear, Conv2d and Embedding have weights of `weight_dtype` (None: bf16 if it represents the file's weights exactly,
+    else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
+    quantised to `form`, one of quantise.FORMATS. Raises the errors of sana_core's loaders, and CheckpointError for
+    quantised weights in the original layout, whose fused weights cannot be separated under their scales, and for
+    quantised weights of a component that runs in other operations.
+    """
+    if info.quantised and (info.layout == "original" or not is_mixed(operations)):
+        raise CheckpointError(
+            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
+            "diffusers' names; use the plain file"
+        )
+    with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+        module = build_module(info, resolution)
+        tensors = component_tensors(info, read if weight_dtype else partial(read, half=True))
+        stored = {name for name, child in module.named_modules() if is_stored(child)}
+        if info.quantised:
+            tensors = load_quantised(module, tensors, info, operations)
+        wide = compute_dtype or weight_dtype
+        fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+        if form != OFF:
+            quantise(module, form, operations, comfy.model_management.get_torch_device())
+        adopt(module, operations, wide)
+        comfy.model_management.archive_model_dtypes(module)
+    return module
+
+
+def load_quantised(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], info: CheckpointInfo, operations: type
+) -> dict[str, torch.Tensor]:
+    """Put quantised layers of `operations` into `module` and return the tensors that are left.
+
+    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats. Raises
+    CheckpointError for a format that ComfyUI does not know, and for other quantised layers.
+    """
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
+    for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
+        own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        try:
+            plain = module.get_submodule(name)
+            own = {key.removeprefix(f"{name}."): value for key, value in own.items()}
+            if isinstance(plain, torch.nn.Embedding):
+                table = operations.Linear(plain.embedding_dim, plain.num_embeddings, bias=False, device="cpu")
+                # Formats with blocks of scales pad the rows and the columns.
+                weight = fill_quantised(table, own).weight.dequantize()
+                tensors[f"{name}.weight"] = weight[: plain.num_embeddings, : plain.embedding_dim]
+                continue
+            if not is_product(plain):
+                raise ValueError(f"a {type(plain).__name__}")
+            layer = fill_quantised(linear_like(plain, operations), own)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
+                "use the plain file"
+            ) from None
+        module.set_submodule(name, layer)
+    return tensors
+
+
+def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
+    """Return the file's metadata, the layers in its table of formats under the names that the module has.
+
+    Raises CheckpointError for a table that is none.
+    """
+    metadata = dict(info.weights.metadata)
+    if QUANTISATION in metadata:
+        names = {origin.name: target for target, origin in info.origins.items()}
+        table = parse_json(metadata[QUANTISATION], f"{info.name}: {QUANTISATION}")
+        if not isinstance(table.get("layers"), dict):
+            raise CheckpointError(f"{info.name}: {QUANTISATION} has no table of layers; use the plain file")
+        layers = {
+            names[f"{layer}.weight"].removesuffix(".weight"): form
+            for layer, form in table["layers"].items()
+            if f"{layer}.weight" in names
+        }
+        metadata[QUANTISATION] = json.dumps({**table, "layers": layers})
+    return metadata
+
+
+def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of KINDS.
+
+    ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
+    weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
+    """
+    known = {key: value for key, value in config.items() if key != "_name_or_path"}
+    class_name = KINDS[kind].classes[0]
+    named = {"architectures": [class_name]} if kind == "text_encoder" else {"_class_name": class_name}
+    content = json.dumps({**known, **named}).encode()
+    return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 where `device` has it, else fp32: Gemma 2 and DC-AE overflow in fp16."""
+    return torch.bfloat16 if comfy.model_management.should_use_bf16(device) else torch.float32

@@ -1,0 +1,219 @@
+"""A SANA transformer as what ComfyUI's samplers drive."""
+
+from __future__ import annotations
+
+import math
+
+import comfy.conds
+import comfy.model_base
+import comfy.model_management
+import comfy.model_sampling
+import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from diffusers import SanaControlNetModel, SanaTransformer2DModel
+
+from ....sana_core.errors import InputError
+from ....sana_core.model.controlnet import check_width as check_control_width
+from ....sana_core.model.forward import velocity
+from ....sana_core.model.known_models import GUIDANCE, size_note, trained_size
+from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
+from ....sana_core.model.reference import model_timestep
+from ..compat.patches import SPLIT
+from ..loading.weights import config_tensor
+from .core_nodes import note_unused
+from .prompts import Prompt, PromptBatch, PromptCondition
+
+# Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
+WHOLE_TIMESTEPS = "sana_whole_timesteps"
+# what the transformer reads at sigma 1
+TIMESTEPS = 1000
+
+
+class SanaDiffusionModel(SanaTransformer2DModel):
+    """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
+
+    def forward(self, x, timesteps, context=None, control=None, transformer_options={}, **kwargs):
+        """Run the wrappers that EasyCache and others hang around the model, and then it."""
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        if wrappers:
+            # EasyCache writes its result into x, which in fp32 is the latents themselves
+            x = x.clone()
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        # the wrappers look for the options in the last place
+        return executor.execute(x, timesteps, context, control, transformer_options, **kwargs)
+
+    def _forward(
+        self,
+        x,
+        timesteps,
+        context=None,
+        control=None,
+        transformer_options={},
+        attention_mask=None,
+        prompt: PromptBatch | None = None,
+        guidance=None,
+        **kwargs,
+    ):
+        timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
+        if guidance is not None:
+            guidance = guidance * self.config.guidance_embeds_scale
+        residuals = control["input"] if control else ()
+        if prompt is None or torch.is_grad_enabled():
+            # in training the prompt's keys change with the weights
+            if residuals and residuals[0] is not None:
+                raise InputError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
+            return super().forward(
+                x,
+                context,
+                timesteps,
+                guidance,
+                encoder_attention_mask=attention_mask,
+                # the library's first one acts after the second block
+                controlnet_block_samples=residuals[1:] or None,
+                return_dict=False,
+            )[0]
+        group = transformer_options.get(SPLIT, {}).get(x.device)
+        if group is not None:
+            return group.velocity(self, x, timesteps, prompt, guidance, residuals)
+        constants, perturbation = prompt.constants(self, x)
+        return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
+
+
+class SanaModel(comfy.model_base.BaseModel):
+    """What ComfyUI's samplers drive: flow matching, text with its mask."""
+
+    @property
+    def resolution(self) -> int:
+        """Pixels of the square images that it was trained with."""
+        return self.diffusion_model.config.sample_size * DOWNSCALE
+
+    def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
+        note_unused(transformer_options)
+        return super().apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+
+    def memory_required(self, input_shape, cond_shapes={}):
+        """Return the bytes of a forward beyond the weights, also where ComfyUI has no flash attention.
+
+        ComfyUI's estimate is 7.5 times as high there, because softmax attention then holds its scores. SANA's attention
+        is linear and has none.
+        """
+        area = input_shape[0] * math.prod(input_shape[2:])
+        item = comfy.model_management.dtype_size(self.get_dtype_inference())
+        return area * item * 0.01 * self.memory_usage_factor * 1024 * 1024
+
+    def check_latent(self, field: str, shape: torch.Size) -> None:
+        """Raise InputError unless `shape` is that of latents of the model."""
+        check_channels(field, shape)
+        check_patches(field, shape, self.diffusion_model.config.patch_size)
+
+    def check_control(self, control) -> None:
+        """Raise InputError unless `control`, None or a chain of ControlNets, steers the model."""
+        check_controlnets(control, self.diffusion_model)
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """Width and height in pixels of the images that the model was trained for above all."""
+        return self.resolution, self.resolution
+
+    def trained_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size in pixels, with the aspect ratio of `width` x `height`, that the model was trained for."""
+        return trained_size(width, height, self.resolution)
+
+    def size_note(self, shape: torch.Size) -> str:
+        """Return a warning if latents of `shape` are far from the sizes in training, else ""."""
+        height, width = (cells * self.latent_format.spacial_downscale_ratio for cells in shape[-2:])
+        return size_note(width, height, self.trained_size(width, height))
+
+    def process_timestep(self, timestep, **kwargs):
+        return timestep * timestep_scale(self.model_sampling)
+
+    def state_dict_for_saving(self, unet_state_dict, *others, **parts):
+        latents = self.latent_format
+        own = {"flow_shift": self.model_config.sampling_settings["shift"], "latent_scale": latents.scale_factor}
+        if latents.preview is not None:
+            own["preview"] = latents.preview
+        config = config_tensor("transformer", {**self.diffusion_model.config, **own})
+        return super().state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)
+
+    def extra_conds(self, **kwargs):
+        field, context = kwargs["prompt_type"], kwargs.get("cross_attn")
+        if not isinstance(context, torch.Tensor):
+            got = "no embeddings" if context is None else f"embeddings of type {type(context).__name__}"
+            raise InputError(f"{field}: got {got}, expected a tensor; encode the text with the CLIP of SANA Loader")
+        out = super().extra_conds(**kwargs)
+        self.check_latent("latent_image", kwargs["noise"].shape)
+        check_flow(self.model_sampling)
+        check_width(field, context, self.diffusion_model)
+        check_count(field, context, kwargs["noise"])
+        self.check_control(kwargs.get("control"))
+        mask = kwargs.get("attention_mask")
+        out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
+        # for ControlNets, training and what others hang into the call
+        out["c_crossattn"] = comfy.conds.CONDRegular(context)
+        if mask is not None:
+            out["attention_mask"] = comfy.conds.CONDRegular(mask)
+        if self.diffusion_model.config.guidance_embeds:
+            guidance = float(kwargs.get("guidance", GUIDANCE))
+            out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
+        return out
+
+
+def image_pixels(latents: torch.Tensor) -> tuple[int, int]:
+    """Return (width, height) of the images that latents [B, 32, h, w] stand for."""
+    return latents.shape[3] * DOWNSCALE, latents.shape[2] * DOWNSCALE
+
+
+def timestep_scale(sampling) -> float:
+    """Return what timesteps of `sampling` are multiplied by; of ModelSamplingAuraFlow and -Flux they are sigmas."""
+    return TIMESTEPS / sampling.timestep(1.0)
+
+
+def check_flow(sampling) -> None:
+    """Raise InputError unless `sampling`, a ModelSampling of ComfyUI's, is flow matching, with whatever shift."""
+    flow = comfy.model_sampling.CONST
+    names = ("calculate_input", "calculate_denoised", "noise_scaling")
+    if any(getattr(type(sampling), name, None) is not getattr(flow, name) for name in names):
+        got = ", ".join(base.__name__ for base in type(sampling).__bases__)
+        raise InputError(
+            f"model: got a ModelSampling of another kind ({got}), expected flow matching; remove that node, or use "
+            "ModelSamplingSD3 for another shift"
+        )
+
+
+def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
+    """Raise InputError where some of the prompts, rows of `embeds`, would not be used in the batch of `noise`.
+
+    Fewer prompts than images are used in turn, as ComfyUI repeats any batch.
+    """
+    prompts, images = len(embeds), len(noise)
+    if prompts > images:
+        raise InputError(
+            f"{field}: got {prompts} prompts for a batch of {images}, expected a batch_size of {prompts}; set it so, "
+            "or use SANA Batch Sampler"
+        )
+
+
+def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
+    """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
+    width = transformer.config.caption_channels
+    if embeds.ndim != 3 or 0 in embeds.shape:
+        raise InputError(
+            f"{field}: got embeddings of shape {list(embeds.shape)}, expected [prompts, tokens, {width}]; "
+            "encode the text with the CLIP of SANA Loader"
+        )
+    if embeds.shape[-1] != width:
+        raise InputError(
+            f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; use the text encoder of this model"
+        )
+
+
+def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
+    """Raise InputError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
+    while control is not None:
+        model = getattr(control, "control_model", None)
+        if not isinstance(model, SanaControlNetModel):
+            raise InputError(
+                f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
+            )
+        check_control_width(model, transformer)
+        control = control.previous_controlnet

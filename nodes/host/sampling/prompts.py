@@ -1,0 +1,125 @@
+"""Prompts inside the host: what depends on them alone is computed in the first step of a sampling, and then kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import comfy.conds
+import torch
+
+from ....sana_core.errors import InputError
+from ....sana_core.model.constants import Constants, Perturbation
+from ....sana_core.model.forward import prepare
+from ....sana_core.sampling.guidance import PerturbedAttention
+from ....sana_core.video import forward as video
+
+
+class Prompt:
+    """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one image or R of them.
+
+    ComfyUI makes it again for each sampling and drops it afterwards, and with it the constants that it holds. They are
+    not kept where hooks may exchange the weights from step to step.
+    """
+
+    def __init__(self, field: str, embeds: torch.Tensor, mask: torch.Tensor | None, keep: bool) -> None:
+        self.embeds = embeds
+        self.mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
+        if self.mask.shape != embeds.shape[:2]:
+            raise InputError(
+                f"{field}: got a mask of shape {list(self.mask.shape)} for embeddings of shape {list(embeds.shape)}; "
+                "SANA cannot join prompts, write one text"
+            )
+        self.field, self.keep = field, keep
+        self.perturbed: PerturbedAttention | None = None
+        self.copies: dict[PerturbedAttention | Prompt, Prompt] = {}
+        self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens the mask keeps of the longest row; read once, for reading waits for the device."""
+        return int((self.mask != 0).sum(1).max())
+
+    def perturb(self, attention: PerturbedAttention) -> Prompt:
+        """Return this prompt for passes with perturbed attention, the same object each time."""
+        if attention not in self.copies:
+            self.copies[attention] = Prompt(self.field, self.embeds, self.mask, self.keep)
+            self.copies[attention].perturbed = attention
+        return self.copies[attention]
+
+    def masked_like(self, other: Prompt) -> Prompt:
+        """Return this prompt with the mask of `other`, the same object each time."""
+        if other not in self.copies:
+            count = max(len(self.embeds), len(other.embeds))
+            embeds, mask = self.rows(count)[0], other.rows(count)[1]
+            mask = torch.nn.functional.pad(mask, (0, embeds.shape[1] - mask.shape[1]))
+            self.copies[other] = Prompt(self.field, embeds, mask, self.keep)
+        return self.copies[other]
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return embeddings and mask of `count` images, repeated in turn as ComfyUI repeats a batch."""
+        index = torch.arange(count, device=self.embeds.device) % len(self.embeds)
+        return self.embeds[index], self.mask[index]
+
+
+class PromptBatch:
+    """The prompts of one call of the model, each for as many images."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = prompts
+
+    def to(self, device: torch.device) -> PromptBatch:
+        """The constants follow the latents' device by themselves."""
+        return self
+
+    @torch.compiler.disable
+    def constants(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
+        """Return the constants for `x` [B, 32, h, w] or [B, C, T, h, w].
+
+        They are computed for the first call with these prompts and that shape.
+        """
+        key = (*map(id, self.prompts), tuple(x.shape), x.device, x.dtype)
+        known = self.prompts[0].constants
+        if key in known:
+            return known[key]
+        embeds, mask, perturbation = self.inputs(x)
+        own = video.prepare if x.ndim == 5 else prepare
+        found = own(transformer, embeds, mask, *x.shape[2:]), perturbation
+        if all(prompt.keep for prompt in self.prompts):
+            known[key] = found
+        return found
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
+        """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""
+        images = len(x) // len(self.prompts)
+        # one row of keys and values serves all images of a prompt, unless some prompt has one for each
+        count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else images
+        longest = max(prompt.embeds.shape[1] for prompt in self.prompts)
+        rows = [prompt.rows(count) for prompt in self.prompts]
+        pads = [(0, longest - mask.shape[1]) for _, mask in rows]
+        embeds = torch.cat(
+            [torch.nn.functional.pad(part, (0, 0, *pad)).to(x) for (part, _), pad in zip(rows, pads, strict=True)]
+        )
+        mask = torch.cat([torch.nn.functional.pad(part, pad).to(x) for (_, part), pad in zip(rows, pads, strict=True)])
+        attention = next((prompt.perturbed for prompt in self.prompts if prompt.perturbed), None)
+        perturbation = None
+        if attention:
+            flags = torch.tensor([prompt.perturbed is not None for prompt in self.prompts], device=x.device)
+            perturbation = Perturbation(flags.repeat_interleave(images)[:, None, None], attention.blocks)
+        return embeds, mask, perturbation
+
+
+class PromptCondition(comfy.conds.CONDRegular):
+    """A Prompt on its way through ComfyUI's batching of conditionings; the model gets a PromptBatch."""
+
+    def process_cond(self, batch_size: int, **kwargs) -> PromptCondition:
+        return self
+
+    def can_concat(self, other: PromptCondition) -> bool:
+        return True
+
+    def concat(self, others: list[PromptCondition]) -> PromptBatch:
+        return PromptBatch([self.cond, *(other.cond for other in others)])
+
+    def size(self) -> list[int]:
+        return list(self.cond.embeds.shape)

@@ -1,0 +1,213 @@
+"""The samplers of sana_core inside ComfyUI: guidance, previews, cancel and memory are the host's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import latent_preview
+import node_helpers
+import torch
+from comfy.model_sampling import ModelSamplingFlux
+from tqdm.auto import tqdm
+
+from ....sana_core.errors import InputError
+from ....sana_core.model.known_models import SPRINT, Defaults, model_defaults
+from ....sana_core.model.latents import noise_stream
+from ....sana_core.model.reference import reference_of
+from ....sana_core.sampling.samplers import check_sampler, find_sampler
+from ....sana_core.sampling.schedules import trim_schedule
+from .guidance import SIGMA, require_sana
+from .model import WHOLE_TIMESTEPS, SanaModel, check_flow
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+
+# of a LATENT: the seed that its batch_index is counted from
+SEED = "sana_seed"
+
+
+class FlowSampler(comfy.samplers.KSAMPLER):
+    """A sampler of sana_core as ComfyUI's SAMPLER.
+
+    `noise` is where scm takes its noise from; without it, from the seed that the host hands over.
+    """
+
+    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
+        super().__init__(self.run)
+        self.name = name
+        self.sampler = find_sampler(name)
+        self.noise = noise
+
+    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
+        check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
+        self.extra_options = {}
+        # a video's given frames are kept by the mask, and what is behind it is empty
+        free = latent_image if denoise_mask is None or latent_image is None else latent_image * denoise_mask
+        if free is not None and not free.any():
+            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
+            # by that again is not always the same bits
+            # ModelNoiseScale, which hosts before 0.30 may not have
+            self.extra_options = {"start": noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)}
+            noise = noise / sigmas[0]
+        return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *args)
+
+    def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
+        """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
+        x = x if start is None else start
+        options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.sampler.whole_timesteps}
+
+        def denoise(x, sigma):
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: sigma}}
+            return model(x, sigmas.new_full((len(x),), sigma), **{**extra_args, "model_options": step})
+
+        reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
+        # the first noise of the seed is what the image started from
+        noise = self.noise or islice(noise_stream(x, extra_args["seed"] or 0), 1, None)
+        with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
+
+            def report(state):
+                callback(state)
+                bar.update()
+
+            return self.sampler.sample(denoise, x, sigmas, report, **self.sampler.options(reference, noise))
+
+
+def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
+    """Return how the authors sample the model from a LATENT. Raises InputError for a MODEL that is not SANA's."""
+    # SANA Video Latent keeps the first image by a mask.
+    begins_with_image = latent.get("noise_mask") is not None
+    return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
+
+
+def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
+    """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
+
+    Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and for a
+    MODEL that is not SANA's or has a ModelSampling of another kind than flow matching.
+    """
+    sampler, transformer = find_sampler(name), require_sana(model.model).diffusion_model
+    check_sampler(transformer.config, name)
+    shift, reference = shift_of(model.get_model_object("model_sampling")), reference_of(transformer)
+    return trim_schedule(lambda count: sampler.sigmas(count, shift, reference), steps, denoise)
+
+
+def shift_of(sampling) -> float:
+    """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
+    check_flow(sampling)
+    # ModelSamplingFlux has its logarithm
+    return math.exp(sampling.shift) if isinstance(sampling, ModelSamplingFlux) else sampling.shift
+
+
+class Sampling(NamedTuple):
+    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance and the first seed."""
+
+    sampler: str
+    sigmas: torch.Tensor
+    guidance: float
+    seed: int = 0
+
+
+def sample(
+    model: ModelPatcher,
+    positive: list,
+    negative: list,
+    latent: dict,
+    sampling: Sampling,
+    callback: Callable | None = None,
+) -> dict:
+    """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
+
+    With scm, `negative` is not read. `callback` takes the place of the node's progress and preview. Raises InputError
+    for a MODEL, a LATENT or embeddings that are not SANA's, and for a MODEL that the sampler is not for.
+    """
+    transformer = require_sana(model.model).diffusion_model
+    check_sampler(transformer.config, sampling.sampler)
+    guidance = find_sampler(sampling.sampler).effective_guidance(reference_of(transformer), sampling.guidance)
+    if sampling.sampler == SPRINT:
+        # a SANA-Sprint model gets its guidance as an embedding
+        positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
+        guidance = 1.0
+    mask = latent.get("noise_mask")
+    if mask is not None:
+        check_mask(mask)
+    samples = sana_latents(model, latent)
+    noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
+    out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"} | {SEED: sampling.seed}
+    out["samples"] = comfy.sample.sample_custom(
+        model,
+        next(noise),
+        guidance,
+        FlowSampler(sampling.sampler, noise),
+        sampling.sigmas,
+        positive,
+        negative,
+        samples,
+        noise_mask=latent.get("noise_mask"),
+        callback=callback or preview_callback(model, samples, len(sampling.sigmas) - 1),
+        disable_pbar=callback is not None or not comfy.utils.PROGRESS_BAR_ENABLED,
+        seed=sampling.seed,
+    )
+    return out
+
+
+def sana_latents(model: ModelPatcher, latent: dict) -> torch.Tensor:
+    """Return the latents of a LATENT. Empty latents of other models get the channels and cells of `model`.
+
+    Raises InputError for other latents, and for empty ones whose cells have an unknown size.
+    """
+    samples, ratio = latent["samples"], latent.get("downscale_ratio_spacial")
+    check_samples(model.model, samples)
+    channels = model.model.latent_format.latent_channels
+    if ratio is None and samples.shape[1] != channels and not samples.count_nonzero():
+        raise InputError(
+            f"latent_image: got an empty latent of {samples.shape[1]} channels without the size of its cells, expected "
+            f"{channels} channels; use SANA Empty Latent"
+        )
+    samples = comfy.sample.fix_empty_latent_channels(model, samples, ratio)
+    model.model.check_latent("latent_image", samples.shape)
+    return samples
+
+
+def check_samples(model: SanaModel, samples: torch.Tensor) -> None:
+    """Raise InputError for a LATENT that ComfyUI cannot bring into the model's shape. It repeats the channels of empty
+    latents, and adds frames."""
+    if samples.is_nested or samples.ndim not in (4, 5) or 0 in samples.shape:
+        model.check_latent("latent_image", samples.shape)
+    if not samples.is_floating_point():
+        got = str(samples.dtype).removeprefix("torch.")
+        raise InputError(f"latent_image: got latents of {got}, expected floating-point numbers; use SANA Empty Latent")
+
+
+def check_mask(mask: torch.Tensor) -> None:
+    """Raise InputError for a noise mask that ComfyUI cannot scale to the latents."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or 0 in mask.shape or not mask.is_floating_point():
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise InputError(
+            f"latent_image: got a noise mask of {got.removeprefix('torch.')}, expected floating-point numbers [masks, "
+            "height, width]; use Set Latent Noise Mask"
+        )
+
+
+def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> Callable:
+    """Return what ComfyUI calls after each of `steps`: its own progress and preview, but this no larger than the image.
+
+    The canvas writes the preview's size below it, and the server would enlarge it to 512 pixels.
+    """
+    previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
+    cell = model.model.latent_format.spacial_downscale_ratio
+    bar, side = comfy.utils.ProgressBar(steps), cell * max(latents.shape[-2:])
+
+    def callback(step, x0, x, total):
+        preview = previewer and previewer.decode_latent_to_preview_image("JPEG", x0)
+        bar.update_absolute(step + 1, total, preview and (*preview[:2], min(side, preview[2])))
+
+    return callback

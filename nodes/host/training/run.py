@@ -1,0 +1,237 @@
+"""Training inside ComfyUI: sana_core's own run on the files that MODEL came from, watched and cancelled by the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import comfy.model_management
+import torch
+
+from ....sana_core.batch.prompts import split_prompts
+from ....sana_core.checkpoints import inspect_checkpoint
+from ....sana_core.checkpoints.headers import read_file
+from ....sana_core.errors import InputError
+from ....sana_core.training.autofit import fit_lines
+from ....sana_core.training.plan import REACHED, Base, Plan, measured_seconds, plan_training, read_base
+from ....sana_core.training.preflight import check_base
+from ....sana_core.training.run_log import clock, read_losses
+from ....sana_core.training.runs import find_states
+from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
+from ....sana_core.training.train import train
+from ..compat.internals import loaded_from, path_of
+from ..compat.patches import untrained
+from ..loading.clip import SanaTokenizer
+from ..loading.controlnet import load_controlnet
+from ..loading.lora import apply_lora
+from ..loading.vae import vae_path
+from ..sampling.guidance import require_images
+from .fields import LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of
+from .results import list_result
+from .view import View, read_sheet
+
+if TYPE_CHECKING:
+    import comfy.sd
+    from comfy.controlnet import ControlBase
+    from comfy.model_patcher import ModelPatcher
+
+    from .datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+# of a run's memory that allocators lose between blocks
+FRAGMENTS = 1.1
+
+
+class Trained(NamedTuple):
+    """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, MODEL with the LoRA, what
+    to say of it, and the sheet of its validations as IMAGE, where it has generated any."""
+
+    lora: dict[str, torch.Tensor]
+    losses: list[float]
+    model: ModelPatcher
+    report: str
+    sheet: torch.Tensor | None
+
+
+def check_model(model: ModelPatcher) -> None:
+    """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
+    require_images(model.model)
+    if found := ", ".join(sorted(untrained(model))):
+        raise InputError(
+            f"model: got a patch that training does not see ({found}), expected the model alone; connect SANA Loader"
+        )
+    _, weight_dtype, resolution, _, _ = loaded_from(model)
+    if weight_dtype != "default" or model.model.model_config.quant_config:
+        raise InputError(
+            "model: training needs weights as they are in a plain file; choose weight_dtype default and quantise off"
+        )
+    if resolution is not None:
+        raise InputError(f"model: got resolution {resolution} of its loader, which training does not see; choose auto")
+
+
+def check_parts(model: ModelPatcher, clip: comfy.sd.CLIP | None, vae: comfy.sd.VAE | None) -> None:
+    """Raise InputError where neither the file of MODEL nor an input has text encoder or autoencoder."""
+    checkpoint = inspect_checkpoint(path_of(model))
+    kinds = {part.kind for part in checkpoint.parts or (checkpoint,)}
+    for field, value, kind in (("clip", clip, "text_encoder"), ("vae", vae, "autoencoder")):
+        if value is None and kind not in kinds:
+            raise InputError(f"{field}: got none, expected one for a MODEL of a single file; connect its loader's")
+
+
+def clip_path(clip: comfy.sd.CLIP | None) -> str:
+    """Return the checkpoint of CLIP, nothing for none. Raises InputError unless it is SANA's, as its file has it."""
+    if clip is None:
+        return ""
+    if not isinstance(clip.tokenizer, SanaTokenizer) or clip.patcher.patches:
+        raise InputError("clip: got one that training cannot load, or with a LoRA; connect that of a SANA loader")
+    return path_of(clip.patcher)
+
+
+def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) -> Method:
+    """Return the method: a ControlNet if there are blocks, else an adapter.
+
+    Raises InputError for settings of a ControlNet that only a LoRA has.
+    """
+    if "blocks" not in tables["method"]:
+        return Method(**tables["method"], start=chosen.existing_lora)
+    defaults = default_values()
+    given = {**chosen.values, "existing_lora": chosen.existing_lora, "regularisation": chosen.regularisation}
+    for name in LORA_ALONE:
+        if given[name] not in (defaults.get(name), None, ""):
+            got = "some" if name in ("existing_lora", "regularisation") else repr(given[name])
+            raise InputError(
+                f"{name}: got {got:.40} for a ControlNet, which has no use for it; reset it in SANA Train Settings"
+            )
+    return Method("controlnet", blocks=tables["method"]["blocks"])
+
+
+def make_phase(dataset: Dataset, prior: Dataset | None, values: Mapping[str, Any]) -> Phase:
+    """Return the only phase of the run. `prior` are the regularisation images, which have the same resolution."""
+    if prior is None:
+        # Without images, the weight has no effect, and the settings refuse it.
+        return Phase((dataset.folder,), dataset.resolution, **{**values, "prior_loss_weight": 1.0})
+    if prior.resolution != dataset.resolution:
+        raise InputError(
+            f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
+        )
+    return Phase((dataset.folder,), dataset.resolution, **values, regularisation=(prior.folder,))
+
+
+def make_settings(
+    model: ModelPatcher,
+    dataset: Dataset,
+    out: Path,
+    chosen: RunSettings,
+    values: Mapping[str, Any],
+    clip: comfy.sd.CLIP | None,
+    vae: comfy.sd.VAE | None,
+) -> TrainingSettings:
+    """Return the settings of the run in `out`. `values` are the training node's values by widget.
+
+    Raises InputError for a MODEL that cannot be trained, and for values that do not fit each other.
+    """
+    check_model(model)
+    check_parts(model, clip, vae)
+    _, _, _, reference, _ = loaded_from(model)
+    tables = tables_of({**chosen.values, **values})
+    prompts = tuple(split_prompts(values.get("validation_prompts", "")))
+    if not tables["validation"]["every"]:
+        prompts = ()
+    return check_settings(
+        TrainingSettings(
+            model=path_of(model),
+            out=str(out),
+            name=out.name,
+            text_encoder=clip_path(clip),
+            autoencoder="" if vae is None else vae_path(vae, "training"),
+            # No model trains in fp16.
+            dtype="float32" if model.model.get_dtype_inference() == torch.float32 else "bfloat16",
+            reference=reference,
+            device=str(model.load_device),
+            phase=(make_phase(dataset, chosen.regularisation, tables["phase"]),),
+            method=make_method(chosen, tables),
+            optimizer=Optimizer(**tables["optimizer"]),
+            validation=Validation(**tables["validation"], prompts=prompts),
+            **tables[""],
+        )
+    )
+
+
+def newest_step(settings: TrainingSettings) -> int:
+    """Return the step that the run goes on from, 0 for a new one."""
+    return max((step for step, _ in find_states(Path(settings.out))), default=0)
+
+
+def memory_to_free(plan: Plan) -> int:
+    """Return the bytes that have to be free for a run: the plan's, and what ComfyUI leaves free itself."""
+    return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
+
+
+def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int) -> str:
+    """Return what a run takes of a GPU of `memory` bytes, and with which settings it fits where it does not."""
+    if plan.card <= memory:
+        return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
+    return proposal_with_widgets("; ".join(fit_lines(settings, base, plan, memory)))
+
+
+def train_lora(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> Trained:
+    """Train a LoRA from the newest state in the run's folder. Raises as `run_training` does."""
+    file, losses, said = run_training(model, settings, node_id)
+    # Copied to memory, because the run replaces the file when it resumes. Windows replaces no file that is mapped.
+    lora = read_file(file)
+    trained, _, _ = apply_lora(model, None, file, tensors=lora)
+    listed = list_result({".safetensors": file}, settings, "loras")
+    return Trained(lora, losses, trained, f"{listed}; {said}", read_sheet(Path(settings.out)))
+
+
+def train_controlnet(
+    model: ModelPatcher, settings: TrainingSettings, node_id: str
+) -> tuple[ControlBase, list[float], str]:
+    """Train a ControlNet. Returns it, the loss of each step, and a report. Raises as `run_training` does."""
+    folder, losses, said = run_training(model, settings, node_id)
+    control, _ = load_controlnet(folder)
+    # The weights come before their config.json.
+    files = {
+        f"/{file.name}": file for file in sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file))
+    }
+    return control, losses, f"{list_result(files, settings, 'controlnet')}; {said}"
+
+
+def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> tuple[Path, list[float], str]:
+    """Train as `settings` say, from where the run in their folder stands; return the file or folder of the result, the
+    loss of each step, and what there is to say of the run.
+
+    Cancel saves where it stands. Raises InputError for a MODEL or a data set that cannot be used, InUseError for a run
+    that another program is at, TrainingError for a loss that is not finite.
+    """
+    check_base(settings)
+    management, device = comfy.model_management, model.load_device
+    base = read_base(settings)
+    plan = plan_training(settings, base, accelerator=device.type != "cpu")
+    # other models may stay where there is room beside the run
+    management.free_memory(memory_to_free(plan), device)
+    management.soft_empty_cache()
+    fit = ""
+    if device.type != "cpu":
+        memory = management.get_total_memory(device)
+        fit = describe_fit(settings, base, plan, memory)
+        # it begins all the same: drivers lend memory, and the plan can be wrong
+        (logger.info if plan.card <= memory else logger.warning)(fit)
+        seconds = measured_seconds(settings, base, device, newest_step(settings))
+        fit += f"; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
+    view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase), fit)
+    # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
+    with torch.inference_mode(False), torch.enable_grad():
+        poll = management.throw_exception_if_processing_interrupted
+        try:
+            file = train(settings, view.report, view.progress, poll, view.show)
+        except management.InterruptProcessingException:
+            view.stop(newest_step(settings))
+            raise
+    losses = read_losses(Path(settings.out))
+    management.soft_empty_cache()
+    said = f"{len(losses)} steps{', ' + view.validation if view.validation else ''}"
+    return file, losses, said

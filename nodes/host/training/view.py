@@ -1,0 +1,132 @@
+"""What SANA Train shows while it trains: its bar and a line of text, the latest images, and the loss as a curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import comfy.utils
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from server import PromptServer
+
+from ....sana_core.runtime.image_files import levels
+from ....sana_core.training.data_files import SHEET
+from ....sana_core.training.run_log import Eta, Line, describe_validation
+from ..bars import PAPER, TEXT, as_image
+
+# As ComfyUI's progress takes it: format, image, and the largest side or None for the image's size.
+Preview = tuple[str, Image.Image, None]
+# The stage of the bar that counts steps.
+STEPS = "steps"
+# seconds between two lines of text, and between two curves
+WORDS, CURVES = 0.5, 2.0
+# pixels: the preview's width, the curve's height, and the largest side of an image
+WIDTH, CURVE, LARGEST = 512, 128, 512
+LINE, AVERAGE = (190, 205, 225), (40, 80, 150)
+# of the moving average that is drawn over the losses, which jump with the times that are drawn
+DECAY = 0.95
+
+
+class View:
+    """The node `node_id` on the canvas while its training runs."""
+
+    def __init__(self, node_id: str, losses: Sequence[float], steps: int, fit: str = "") -> None:
+        """`losses` are the losses of the steps before a resume, `steps` is the total, `fit` the GPU memory as text."""
+        self.node_id = node_id
+        self.fit = f"; {fit}" if fit else ""
+        self.stage, self.bar = "", comfy.utils.ProgressBar(1)
+        self.eta = Eta()
+        self.losses = list(losses)
+        self.steps = steps
+        self.images: Image.Image | None = None
+        self.validation = ""
+        self.said, self.drawn = 0.0, 0.0
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how much of the preparation is done."""
+        self.eta.restart()
+        self.status(f"{what}: {done} of {total}{self.fit}", done == total)
+        self.advance(what, done, total)
+
+    def report(self, line: Line) -> None:
+        """Show a step or a validation, given as a line of the log."""
+        if "validation_loss" in line:
+            self.validation = describe_validation(line)
+            self.status(self.validation, True)
+            return
+        # A run that was killed resumes at its last state, so some steps are in the log already.
+        self.losses[line["step"] - 1 :] = [line["loss"]]
+        last = line["step"] == line["steps"]
+        self.status(self.eta.describe(line), last)
+        now = time.monotonic()
+        due = last or now - self.drawn >= CURVES
+        self.drawn = now if due else self.drawn
+        self.advance(STEPS, line["step"], line["steps"], self.preview() if due else None)
+
+    def advance(self, stage: str, done: int, total: int, preview: Preview | None = None) -> None:
+        """Move the bar. Each stage has a new one, because ComfyUI's bar drops values below its last one."""
+        if stage != self.stage or total != self.bar.total or done < self.bar.current:
+            self.stage, self.bar = stage, comfy.utils.ProgressBar(total)
+        self.bar.update_absolute(done, total, preview)
+
+    def stop(self, step: int) -> None:
+        """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
+        stopped = f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step"
+        self.status(stopped, True)
+
+    def show(self, step: int, images: Sequence[torch.Tensor]) -> None:
+        """Show the images [3, H, W] in [-1, 1] of a validation, side by side."""
+        row = Image.fromarray(np.concatenate([levels(image) for image in images], axis=1))
+        scale = min(WIDTH / row.width, LARGEST / row.height)
+        self.images = row.resize((round(row.width * scale), round(row.height * scale)), Image.Resampling.BOX)
+        self.advance(STEPS, step, self.steps, self.preview())
+
+    def status(self, text: str, now: bool) -> None:
+        """Write `text` under the node, but not sooner than WORDS after the last text, unless it must be seen `now`."""
+        if now or time.monotonic() - self.said >= WORDS:
+            self.said = time.monotonic()
+            PromptServer.instance.send_progress_text(text, self.node_id)
+
+    def preview(self) -> Preview:
+        """Return the latest images above the curve, as ComfyUI's progress takes a preview: at its own size."""
+        top = self.images.height if self.images is not None else 0
+        canvas = Image.new("RGB", (WIDTH, top + CURVE), PAPER)
+        if self.images is not None:
+            canvas.paste(self.images, ((WIDTH - self.images.width) // 2, 0))
+        draw_curve(ImageDraw.Draw(canvas), self.losses, top)
+        return "JPEG", canvas, None
+
+
+def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> None:
+    """Draw the loss of each step, and over them their moving average, with the lowest and the highest loss in words."""
+    if len(losses) < 2:
+        return
+    low, high = min(losses), max(losses)
+    averages, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total, weight = DECAY * total + loss, DECAY * weight + 1
+        averages.append(total / weight)
+    for values, colour in ((losses, LINE), (averages, AVERAGE)):
+        points = [
+            (
+                8 + index * (WIDTH - 16) / (len(values) - 1),
+                top + 20 + (high - value) / max(high - low, 1e-9) * (CURVE - 40),
+            )
+            for index, value in enumerate(values)
+        ]
+        draw.line(points, colour, 2)
+    font = ImageFont.load_default(12)
+    draw.text((8, top + 2), f"{high:.4f}", TEXT, font)
+    draw.text((8, top + CURVE - 16), f"{low:.4f}", TEXT, font)
+    draw.text((WIDTH // 2, top + CURVE - 16), f"loss, {len(losses)} steps", TEXT, font)
+
+
+def read_sheet(out: Path) -> torch.Tensor | None:
+    """Return the sheet of the validations of the run in `out` as IMAGE [1, H, W, 3], None where there was none."""
+    if not (out / SHEET).exists():
+        return None
+    with Image.open(out / SHEET) as sheet:
+        return as_image(sheet.convert("RGB"))
