@@ -13,6 +13,8 @@ from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
+from ..model.reference import RULES
+from ..sampling.samplers import find_sampler
 from .local import local_devices
 from .pipeline import SamplingSettings, encode_negative, load_encoder
 from .plan import Embedding
@@ -64,8 +66,10 @@ def encoded_prompts(
         texts[f"prompt_embeds[{number}]"] = row[None, :length].to("cpu", copy=True), mask[None, :length].cpu()
     if embeds.negative_prompt_embeds is not None and embeds.negative_prompt_attention_mask is not None:
         return texts, (embeds.negative_prompt_embeds[:1].cpu(), embeds.negative_prompt_attention_mask[:1].cpu())
-    if settings.sampler == SPRINT or settings.guidance == 1:
-        # no pass for it
+    assert settings.sampler is not None and settings.guidance is not None
+    guidance = find_sampler(settings.sampler).effective_guidance(RULES[settings.reference], settings.guidance)
+    if settings.sampler == SPRINT or guidance == 1:
+        # The negative prompt has no pass.
         return texts, texts["prompt_embeds[0]"]
     encoder = load_encoder(checkpoint, local_devices(devices)[0], settings.dtype, settings.reference)
     return texts, encode_negative(encoder, settings.negative_prompt)

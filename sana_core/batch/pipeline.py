@@ -93,7 +93,7 @@ def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> Sampling
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
-        perturbed_attention(config, settings.pag_scale, settings.pag_blocks)
+        perturbed_attention(config, settings.pag_scale, settings.pag_blocks, "pag_")
     elif settings.pag_blocks:
         raise InputError("pag_blocks: got blocks without a pag_scale, expected 1 to 3; set it, or leave both out")
     if config.guidance_embeds:

@@ -57,7 +57,7 @@ def fingerprint(
             continue
         found[f"{part.kind}_config"] = digest_json(resolved_config(part))
         if part.kind == "transformer":
-            found["shift"] = shift_of(info)
+            found["shift"] = shift_of(info, reference=reference)
         if part.kind == "text_encoder":
             tokenizer = load_tokenizer(part)
             # what the library makes of it, for not all of that is in the one file: BOS, spaces, case

@@ -147,9 +147,9 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
             raise CheckpointError(
                 f"{name}: {tensor} is {brief(list(shape))}, expected {dimensions} dimensions; use another file"
             )
-    largest = largest_number(headers)
-    if largest >= MOST_BLOCKS:
-        raise CheckpointError(f"{name}: got a block {largest}, expected at most {MOST_BLOCKS}; use another file")
+    blocks = largest_number(headers) + 1
+    if blocks > MOST_BLOCKS:
+        raise CheckpointError(f"{name}: got {blocks} blocks, expected at most {MOST_BLOCKS}; use another file")
 
 
 def largest_number(names: Iterable[str]) -> int:

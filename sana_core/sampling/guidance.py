@@ -63,22 +63,24 @@ class Prepared(NamedTuple):
     steering: Constants | None  # the ControlNet's
 
 
-def perturbed_attention(config: TransformerConfig, scale: float, blocks: str) -> PerturbedAttention:
+def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, prefix: str = "") -> PerturbedAttention:
     """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
 
     Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises
     InputError for a scale that is not from 0 to 100, blocks that the model does not have, and a SANA-Sprint model,
     which has no place for it.
     """
-    check_number("scale", scale, 0, LARGEST_GUIDANCE)
+    check_number(f"{prefix}scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:
-        raise InputError("model: got a SANA-Sprint model, which has its guidance built in; remove SANA PAG")
+        raise InputError(
+            "model: got a SANA-Sprint model, which has its guidance built in; leave perturbed attention out"
+        )
     last = config.num_layers - 1
     if not blocks.strip():
         return PerturbedAttention(scale, frozenset({perturbed_block(config.num_layers)}))
     parts = [part.strip() for part in blocks.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) and int(part) <= last for part in parts):
-        raise InputError(f"blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
+        raise InputError(f"{prefix}blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 

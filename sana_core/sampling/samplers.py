@@ -235,10 +235,12 @@ SAMPLERS = {
 def check_sampler(config: TransformerConfig, name: str) -> None:
     """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
     if config.guidance_embeds and name != SPRINT:
-        raise InputError(f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; use SANA Sprint")
+        raise InputError(
+            f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; choose it, or use SANA Sprint"
+        )
     if name == SPRINT and not config.guidance_embeds:
         raise InputError(
-            f"sampler: got {name} for a model that is not SANA-Sprint; use SANA Sampler with {DEFAULTS.sampler}"
+            f"sampler: got {name} for a model that is not SANA-Sprint, expected another; choose {DEFAULTS.sampler}"
         )
 
 

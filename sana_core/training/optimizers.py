@@ -281,9 +281,11 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     `generator` lies on the device of `values`. A number that bf16 holds stays itself, infinity and NaN too.
     """
     bits = values.view(torch.int32)
+    # The sum below can overflow for a NaN, as CUDA's 0x7FFFFFFF, and become a finite number.
+    not_numbers = values.isnan()
     bits.add_(torch.randint(1 << DROPPED, bits.shape, generator=generator, dtype=torch.int32, device=bits.device))
     bits.bitwise_and_(-1 << DROPPED)
-    return values
+    return values.masked_fill_(not_numbers, torch.nan)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def test_an_interval_that_ends_before_it_starts(host, base_graph):
 
 
 def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, custom_graph, variants):
-    use = r"; use SANA Sprint(, or lcm with cfg 1)?$"
+    use = r"; (choose it, or )?use SANA Sprint(, or lcm with cfg 1)?$"
     for sampler in ("flow_dpmpp_2m", "flow_euler"):
         assert re.search(
             f"^sampler: got {sampler} for a SANA-Sprint model, expected scm{use}",
@@ -56,7 +56,7 @@ def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, cust
     sprint = {**base_graph(), "sample": ("SanaNodesSprint", {**links, "seed": 0, "steps": 2, "guidance": 4.5})}
     for graph in (base_graph(sampler="scm"), custom_graph("scm"), sprint):
         message = error(host, graph)
-        assert message == "sampler: got scm for a model that is not SANA-Sprint; use SANA Sampler with flow_dpmpp_2m"
+        assert message == "sampler: got scm for a model that is not SANA-Sprint, expected another; choose flow_dpmpp_2m"
     pag = through(on(base_graph(), "sprint"), "SanaNodesPAG", scale=2.0)
     assert error(host, pag).startswith("model: got a SANA-Sprint")
     assert host.run(base_graph(steps=1))["image"].isfinite().all()

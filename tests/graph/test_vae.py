@@ -1,6 +1,7 @@
 """Core's VAE nodes and SANA Decode make the same pixels, within their budget, and stop when they are told to."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -74,6 +75,23 @@ def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, who
     got = decoded(host, graph, **options)
     assert_same(got["image"], whole(samples))
     assert "MB predicted" in got["report"] and got["report"].startswith(options.get("method", "strips"))
+
+
+def test_the_report_counts_all_groups_of_images(host, latent, whole, monkeypatch):
+    """ComfyUI decodes as many images together as fit into the free memory."""
+    from comfy.model_patcher import ModelPatcher
+
+    samples, graph = latent(3, 32, 12, 10)
+    options = {"method": "strips", "budget_gb": 0.02}
+    together = decoded(host, graph, **options)
+    real = ModelPatcher.get_free_memory
+    monkeypatch.setattr(
+        ModelPatcher, "get_free_memory", lambda self, device: 1 if self is not None else real(self, device)
+    )
+    groups = decoded(host, graph, **options)
+    assert_same(groups["image"], whole(samples))
+    strips = [re.search(r"(\d+) strips", got["report"])[1] for got in (together, groups)]
+    assert strips[0] == strips[1] and int(strips[0]) % 3 == 0
 
 
 def test_tiles_have_the_right_size(host, latent):

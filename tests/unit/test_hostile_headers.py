@@ -78,9 +78,9 @@ def test_a_block_number_of_three_millions_is_refused(copy):
         header = names_of(file)
         end = max(value["data_offsets"][1] for name, value in header.items() if name != "__metadata__")
         write_header(file, {**header, f"{block}.3000000.weight": entry(end, end + 1)}, end + 1)
-        refused(file, "got a block 3000000, expected at most 256; use another file", load=load)
+        refused(file, "got 3000001 blocks, expected at most 256; use another file", load=load)
         write_header(file, {**header, f"{block}.{'9' * 900}.weight": entry(end, end + 1)}, end + 1)
-        refused(file, "got a block 999999999, expected at most 256", load=load)
+        refused(file, "got 1000000000 blocks, expected at most 256", load=load)
 
 
 def test_a_telling_tensor_of_other_dimensions_is_refused(tmp_path):

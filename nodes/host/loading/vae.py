@@ -59,11 +59,14 @@ class SanaAutoencoder(AutoencoderDC):
         if "progress" not in options:
             options["progress"] = comfy.utils.ProgressBar(len(z) * z.shape[2] * DOWNSCALE).update_absolute
         poll = options.setdefault("poll", comfy.model_management.throw_exception_if_processing_interrupted)
-        report = options.pop("report", None)
+        # ComfyUI calls this once for each group of images that fits into memory.
+        reports: list[Json] = options.pop("reports", [])
+        report: Json = {}
         # a layer's strip takes a CPU seconds
         with Polled(poll) if weights.device.type == "cpu" else nullcontext():
             decode_into(output_buffer, self, z, DecodeOptions(**options), report)
-        check_decoded(output_buffer, z)
+        check_decoded(output_buffer, z, sum(earlier["images"] for earlier in reports))
+        reports.append({**report, "images": len(z)})
         return output_buffer
 
     def decode_tiled(
@@ -82,14 +85,17 @@ class SanaAutoencoder(AutoencoderDC):
         return encode_images(self, x, max_bytes=max_bytes, poll=poll)
 
 
-def check_decoded(images: torch.Tensor, latents: torch.Tensor) -> None:
-    """Raise InputError if the decoder has overflowed. ComfyUI would show such images as black."""
+def check_decoded(images: torch.Tensor, latents: torch.Tensor, first: int = 0) -> None:
+    """Raise InputError if the decoder has overflowed. ComfyUI would show such images as black.
+
+    `first` is the number of the first image in its batch.
+    """
     for number, image in enumerate(images):
         # A sum needs no memory, unlike isfinite().
         if not math.isfinite(float(image.sum(dtype=torch.float32))):
             largest = float(latents[number].abs().max())
             raise InputError(
-                f"samples: image {number} has NaN or infinity after the decode, because its latents reach "
+                f"samples: image {first + number} has NaN or infinity after the decode, because its latents reach "
                 f"{largest:.3g}, expected about 10; sample again in bf16 or fp32"
             )
 
@@ -234,9 +240,9 @@ def load_vae(source: Source) -> comfy.sd.VAE:
 
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str) -> tuple:
-    """Return the IMAGE of `samples`, and a report of how it was made."""
-    report: Json = {}
-    options: Json = {"method": method, "report": report}
+    """Return the IMAGE of `samples`, and a report of the decode."""
+    reports: list[Json] = []
+    options: Json = {"method": method, "reports": reports}
     every = comfy.model_management.get_all_torch_devices() if devices == "all" else []
     if vae.device not in every:
         # With --cpu-vae the VAE stays on the CPU.
@@ -259,7 +265,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
                 comfy.model_management.free_memory(memory, device)
     image = vae.decode(samples, options)
     note = one_gpu_note() if devices == "all" else ""
-    return image, "\n".join(filter(None, [report_text(report), note]))
+    return image, "\n".join(filter(None, [report_text(reports, len(samples)), note]))
 
 
 def check_image_vae(vae: comfy.sd.VAE) -> None:
@@ -304,15 +310,18 @@ def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch
     return vae.process_output(pixels).movedim(1, -1)
 
 
-def report_text(report: Json) -> str:
-    """Return what `decode_latents` reports; it does not where ComfyUI saw memory run out and called `decode_tiled`."""
-    if "seconds" not in report:
+def report_text(reports: list[Json], images: int) -> str:
+    """Return the reports of the groups that ComfyUI decoded one after another, as text.
+
+    If memory runs out in ComfyUI, it calls `decode_tiled` for all `images`, which adds no report.
+    """
+    if sum(report["images"] for report in reports) < images:
         return "ran out of memory; decoded again in smaller strips"
-    peak = report["peak_bytes"]
-    measured = "" if peak is None else f", {peak / 1e6:.0f} MB measured"
+    peaks = [report["peak_bytes"] for report in reports if report["peak_bytes"] is not None]
+    measured = f", {max(peaks) / 1e6:.0f} MB measured" if peaks else ""
     lines = [
-        report["plan"],
-        f"{report['strips']} strips, {report['seconds']:.2f} s",
-        f"peak {report['predicted_bytes'] / 1e6:.0f} MB predicted{measured}",
+        reports[0]["plan"],
+        f"{sum(report['strips'] for report in reports)} strips, {sum(report['seconds'] for report in reports):.2f} s",
+        f"peak {max(report['predicted_bytes'] for report in reports) / 1e6:.0f} MB predicted{measured}",
     ]
-    return "\n".join([*lines, *report["events"]])
+    return "\n".join([*lines, *(event for report in reports for event in report["events"])])
