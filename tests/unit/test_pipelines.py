@@ -224,9 +224,7 @@ def test_a_scale_of_perturbed_attention_out_of_range_is_named(scale):
 
 
 def test_perturbed_attention_of_sprint_is_refused():
-    with pytest.raises(
-        ValueError, match="which has its guidance built in; leave perturbed attention out"
-    ):
+    with pytest.raises(ValueError, match="which has its guidance built in; leave perturbed attention out"):
         perturbed_attention(tiny_transformer("sprint").config, 3.0, "1")
 
 
