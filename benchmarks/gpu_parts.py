@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 from benchmarks import ROOT
 from sana_core.doctor.arithmetic import transformer as random_transformer
-from sana_core.model.constants import Constants
 from sana_core.model.forward import prepare, velocity
+from sana_core.model.forward_inputs import Constants
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.model.layers import arrange_convolutions, join_projections
 

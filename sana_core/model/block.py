@@ -1,6 +1,6 @@
-"""A block of SANA's transformer, and what its steps become where fused kernels run.
+"""A block of SANA's transformer, with fused kernels where the device supports them.
 
-`kernels` are the names of those in `sana_core.kernels` that the device runs; plain torch does the rest.
+`kernels`: names of the kernels in `sana_core.kernels` to use. Plain torch computes the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .constants import Constants, RowOperations
+from .forward_inputs import Constants, RowOperations
 from .layers import pointwise, with_weights
 
 if TYPE_CHECKING:
@@ -24,28 +24,27 @@ NO_KERNELS: frozenset[str] = frozenset()
 
 
 class Branch(NamedTuple):
-    """What is still to be added to the hidden states: `update` [B, N, D], times `gate` [B, 1, D] unless that is None.
+    """A residual that has not been added to the hidden states yet: `update` times `gate`.
 
-    It is handed on, since one kernel adds it and does the norm behind it.
+    The addition is deferred because one kernel adds the residual and computes the next norm.
     """
 
-    update: torch.Tensor
-    gate: torch.Tensor | None
+    update: torch.Tensor  # [B, N, D]
+    gate: torch.Tensor | None  # [B, 1, D]; None: 1
 
 
-# Hidden states [B, N, D], and the branch that is still to be added to them. A kernel adds it in place: the block that
-# gets them overwrites them, so code that keeps hidden states has to clone them.
+# Hidden states [B, N, D], and a residual that has not been added to them yet. A kernel adds it in place, so the next
+# block overwrites the hidden states. Code that needs them later has to clone them.
 Carried = tuple[torch.Tensor, Branch | None]
 
 
 class BlockInputs(NamedTuple):
-    """What all blocks get in a step: the `modulation` [B, L, 6, 1, D], the `constants` of the prompts, rows and columns
-    of the latents, and with the `ops` of a shard those of its rows."""
+    """The inputs of a step that all blocks share."""
 
-    modulation: torch.Tensor
+    modulation: torch.Tensor  # [B, L, 6, 1, D]
     constants: Constants
-    size: tuple[int, int]
-    ops: RowOperations | None
+    size: tuple[int, int]  # rows and columns of positions; in a shard, only the shard's rows
+    ops: RowOperations | None  # in a shard: the operations that need rows of other shards
 
 
 def run_block(
@@ -55,7 +54,10 @@ def run_block(
     inputs: BlockInputs,
     perturbed: torch.Tensor | None = None,
 ) -> Carried:
-    """Return what the block after `block`, number `i`, gets, of what this one gets, `carried`."""
+    """Run transformer block `i`. Returns its output in the same deferred form as `carried`.
+
+    `perturbed`: see `self_attention`.
+    """
     modulation, constants, size, ops = inputs
     own = modulation[:, i].unbind(1)
     shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = own
@@ -63,9 +65,9 @@ def run_block(
     hidden, states = add_then_norm(*carried, block.norm1, shift_attention, scale_attention, kernels)
     attended = self_attention(block.attn1, states, perturbed, constants.eps, kernels, ops)
     hidden = add(hidden, Branch(attended, gate_attention), kernels)
-    # it makes room for the softmax's
+    # Free them before the cross-attention allocates its tensors.
     del states, attended
-    # on a CPU the kernel for softmax depends on how many queries there are
+    # On a CPU the kernel of the softmax attention depends on the number of queries. Single rows keep the bits the same.
     row = size[1] if ops is not None and hidden.device.type == "cpu" else None
     crossed = cross_attention(block.attn2, hidden, constants.keys[i], constants.values[i], constants.bias, kernels, row)
     crossing = Branch(crossed, None)
@@ -76,7 +78,7 @@ def run_block(
 
 
 def add(hidden: torch.Tensor, branch: Branch | None, kernels: frozenset[str] = NO_KERNELS) -> torch.Tensor:
-    """Return `hidden` with `branch` added, by a kernel in place."""
+    """Return `hidden` with `branch` added. The fused kernel adds it in place."""
     if branch is None:
         return hidden
     update, gate = branch
@@ -97,7 +99,10 @@ def add_then_norm(
     scale: torch.Tensor,
     kernels: frozenset[str] = NO_KERNELS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `hidden` with `branch` added as by `add`, and its `norm`, times `scale`, plus `shift`, both [B, 1, D]."""
+    """Add `branch` to `hidden` as `add` does. Returns the sum, and norm(sum) * scale + shift.
+
+    `shift` and `scale` are [B, 1, D].
+    """
     if "modulation" in kernels:
         from ..kernels.modulation import add_then_norm
 
@@ -107,12 +112,15 @@ def add_then_norm(
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, N, heads * d] to [B, heads, N, d], a view."""
+    """Return [B, N, heads * d] as [B, heads, N, d], a view."""
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def attention_sums(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the sums [B, heads, d, d + 1] over the positions of `key` and `value` [B, heads, N, d], last the key's."""
+    """Return the sums [B, heads, d, d + 1] over the N positions of `key` and `value` [B, heads, N, d].
+
+    The first d columns are the sum of key times value, the last column is the sum of the keys.
+    """
     return torch.cat([key.transpose(2, 3) @ value, key.sum(2, keepdim=True).transpose(2, 3)], dim=3)
 
 
@@ -126,8 +134,8 @@ def self_attention(
 ) -> torch.Tensor:
     """Linear attention with ReLU over `states` [B, N, D] (SANA paper, section 2.2), summed in float32.
 
-    Where `perturbed` [B, 1, 1] is set, the value itself is the output, as if each position saw only itself (Ahn et al.
-    2024); the norms of query and key, which SANA-1.5 has, don't touch it.
+    For images with `perturbed` [B, 1, 1] set, the output is the value, as if each position saw only itself (Ahn et al.
+    2024). SANA-1.5 normalises query and key, but not the value.
     """
     if hasattr(attention, "to_qkv"):
         query, key, value = attention.to_qkv(states).chunk(3, dim=-1)
@@ -158,11 +166,12 @@ def linear_attention(
     eps: float,
     sums: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return what linear attention with ReLU makes of `query`, `key` and `value` [B, N, D], summed by `sums`."""
+    """Return linear attention with ReLU of `query`, `key` and `value` [B, N, D]. `sums` adds up keys and values."""
     dtype = value.dtype
     query, key, value = (split_heads(part, heads) for part in (query, key, value))
     summed = sums(F.relu(key).float(), value.float())
-    # in one product: by the last column alone, CPUs add up in an order that depends on how many positions there are
+    # One product for numerator and denominator. If the denominator had its own product, the order of its sum on a CPU
+    # would depend on the number of positions.
     out = F.relu(query).float() @ summed
     return (out[..., :-1] / (out[..., -1:] + eps)).to(dtype).transpose(1, 2).flatten(2)
 
@@ -187,14 +196,15 @@ def cross_attention(
     kernels: frozenset[str] = NO_KERNELS,
     row: int | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of `states` [B, N, D] to the tokens of P prompts, of which each has B / P images.
+    """Softmax attention of `states` [B, N, D] to the tokens of P prompts. Each prompt has B / P images.
 
-    With `row`, the length of one, each row of an image is attended by itself, to the same bits whatever their number.
+    `row`: number of positions in a row. Each row of an image is then computed alone, so that the bits do not depend on
+    the number of rows.
     """
     query = attention.to_q(states)
     if attention.norm_q is not None:
         query = rms_norm(attention.norm_q, query, kernels)
-    # the images of a prompt stand in one row of queries, so that keys and values need no copies
+    # Join the queries of all images of a prompt, so that keys and values need no copies.
     query = query.reshape(len(key), -1, query.shape[-1])
     if row is None:
         out = F.scaled_dot_product_attention(split_heads(query, attention.heads), key, value, attn_mask=bias)
@@ -212,9 +222,9 @@ def attend_rows(
     bias: torch.Tensor | None,
     row: int,
 ) -> torch.Tensor:
-    """Return [1, heads, N, d] of the images of one prompt, `query` being [P, N, heads * d], a row at a time."""
+    """Attend from the images of one prompt, a row at a time. `query`: [P, N, heads * d]. Returns [1, heads, N, d]."""
     rows = split_heads(query[prompt].unflatten(0, (-1, row)), heads)
-    # views that repeat
+    # These views repeat the prompt without a copy.
     key, value = (part[prompt].expand(len(rows), -1, -1, -1) for part in (key, value))
     mask = None if bias is None else bias[prompt].expand(len(rows), heads, row, -1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask)
@@ -228,10 +238,10 @@ def feed_forward(
     kernels: frozenset[str] = NO_KERNELS,
     edges: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
-    """The gated feed-forward with its 3x3 depthwise convolution, `states` [B, N, D] (SANA paper, section 2.2).
+    """Return the gated feed-forward of `states` [B, N, D], with a 3x3 depthwise convolution (SANA paper, section 2.2).
 
-    The `size` of `states` is in rows and columns. Of these rows `edges` above and below are there for the others' sake:
-    nothing is returned of them.
+    `size`: rows and columns of `states`. `edges`: how many rows at the top and at the bottom are only input of the
+    convolution. The result does not have these rows.
     """
     kept = slice(edges[0], size[0] - edges[1])
     if states.device.type == "cpu" and "gated_depthwise" not in kernels:
@@ -239,7 +249,7 @@ def feed_forward(
         maps = F.silu(block.conv_inverted(maps), inplace=True)
         maps, gate = block.conv_depth(maps)[:, :, kept].chunk(2, dim=1)
         return block.conv_point(maps * F.silu(gate)).flatten(2).transpose(1, 2)
-    # without a name, so that the largest of all maps is let go before the last product
+    # The argument has no name here, so that the largest map is freed before the last product.
     gated = gated_depthwise(
         block.conv_depth, pointwise(block.conv_inverted, states, size).unflatten(1, size), kernels, edges
     )
@@ -249,7 +259,10 @@ def feed_forward(
 def gated_depthwise(
     depth: torch.nn.Module, maps: torch.Tensor, kernels: frozenset[str], edges: tuple[int, int]
 ) -> torch.Tensor:
-    """Return value * silu(gate) [B, n, w, C] of the convolution `depth` of silu(`maps`) [B, h, w, 2 C]."""
+    """Return value * silu(gate) [B, n, w, C]. `depth` of silu(`maps`) [B, h, w, 2 C] gives value and gate.
+
+    `edges`: see `feed_forward`.
+    """
     gated = None
     if "gated_depthwise" in kernels:
         from ..kernels.gated_depthwise import silu_depthwise_gate

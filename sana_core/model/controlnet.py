@@ -8,8 +8,8 @@ import torch
 
 from ..errors import InputError
 from .block import BlockInputs, add, run_block
-from .constants import Constants
 from .forward import embed, embed_time, modulate
+from .forward_inputs import Constants
 from .reference import all_blocks
 
 if TYPE_CHECKING:

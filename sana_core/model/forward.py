@@ -1,10 +1,10 @@
-"""The forward of SANA's transformer for sampling: what does not change over the steps is computed once.
+"""The forward of SANA's transformer for sampling. It computes once what does not change between steps.
 
-diffusers.SanaTransformer2DModel computes the caption's projection and the keys and values of every cross-attention,
-which depend on the prompt alone, again in each step. Here `prepare` computes them once, for the tokens that the mask
-keeps, and `velocity` is the rest. It calls the modules' own layers, so that LoRA, casting and offloading work, and has
-no gradient's needs in mind: training uses the library's forward. What NVIDIA's code and diffusers' compute differently
-follows the module's reference.
+diffusers.SanaTransformer2DModel projects the caption and computes the keys and values of every cross-attention again in
+each step, although they depend on the prompt alone. Here `prepare` computes them once, up to the last token that the
+mask keeps. `velocity` computes the rest in each step. Both call the layers of the module, so that LoRA, casting and
+offloading work. They are not for training, which uses the forward of diffusers. Where NVIDIA's code and diffusers
+differ, they follow the module's reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ..kernels.trial import kernels_on
 from ..runtime.accelerator import has_float64
 from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
-from .constants import Constants, Perturbation, RowOperations
+from .forward_inputs import Constants, Perturbation, RowOperations
 from .reference import all_blocks, reference_of
 from .row_shards import Shard, shard_constants
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
 
-# head sizes of the linear attention that its kernels take: powers of two that a product of matrices can have
+# Head sizes that the fused kernel of the linear attention supports.
 FUSED_HEADS = (16, 32, 64)
-# what diffusers adds to the attention scores of tokens that the mask drops; their weight becomes exactly 0
+# diffusers adds this to the attention scores of masked tokens. Their weight becomes exactly 0.
 DROPPED = -10000.0
 
 
@@ -79,20 +79,22 @@ def prompt_constants(
         values.append(split_heads(value, attention.heads).contiguous())
     bias = None
     if not bool((mask != 0).all()):
-        # in memory for 8 tokens more, or accelerators would copy it to that in each attention
+        # The rows in memory have a multiple of 8 tokens. Otherwise accelerators copy the bias in each attention.
         bias = F.pad((1 - mask.to(embeds.dtype)) * DROPPED, (0, -length % 8))[:, None, None, :length]
-    # a host may compute in another dtype than that of parameters it does not cast itself
+    # ComfyUI may compute in another dtype than these parameters have, and it does not cast them.
     tables = torch.stack([block.scale_shift_table for block in blocks]).to(embeds.dtype)
     return keys, values, bias, tables
 
 
 def pad_prompts(constants: Constants, length: int) -> Constants:
-    """Return `constants` with prompts of `length` tokens, of which those that are added get no attention: then one
-    compiled forward, and its CUDA graphs, serve every prompt."""
+    """Return `constants` with prompts padded to `length` tokens. The padding gets no attention.
+
+    With equal lengths, one compiled forward and its CUDA graphs serve all prompts.
+    """
     own = constants.keys[0]
     bias = own.new_zeros(len(own), 1, 1, own.shape[2]) if constants.bias is None else constants.bias
     more = length - own.shape[2]
-    # in memory for 8 tokens more, as in prompt_constants
+    # The rows in memory have a multiple of 8 tokens, as in prompt_constants.
     bias = F.pad(F.pad(bias, (0, more), value=DROPPED), (0, -length % 8))[..., :length]
     keys, values = ([F.pad(part, (0, 0, 0, more)) for part in parts] for parts in (constants.keys, constants.values))
     return constants._replace(keys=keys, values=values, bias=bias)
@@ -101,7 +103,7 @@ def pad_prompts(constants: Constants, length: int) -> Constants:
 def position_embedding(
     transformer: SanaTransformer2DModel | SanaControlNetModel, like: torch.Tensor, height: int, width: int
 ) -> torch.Tensor | None:
-    """Return what the patch embedding adds to latents of `height` x `width` cells: nothing below 2K."""
+    """Return the position embedding for latents of `height` x `width` cells, or None for models below 2K."""
     patch = transformer.patch_embed
     if patch.pos_embed is None:
         return None
@@ -115,7 +117,7 @@ def position_embedding(
             (height // patch.patch_size, width // patch.patch_size),
             base_size=patch.base_size,
             interpolation_scale=patch.interpolation_scale,
-            # It computes in float64, and rounds to float32 in the end.
+            # It computes in float64. The result is rounded to float32 below.
             device=like.device if has_float64(like.device) else torch.device("cpu"),
             output_type="pt",
         )
@@ -127,7 +129,8 @@ def position_embedding(
 def allow_no_float64(transformer: SanaTransformer2DModel | SanaControlNetModel, device: torch.device) -> None:
     """Let diffusers' forward of `transformer` work on a `device` without float64.
 
-    diffusers computes the position embedding of an image size that the config does not have in float64 on the device.
+    For an image size that differs from the config's, diffusers computes the position embedding on the device in
+    float64.
     """
     patch = transformer.patch_embed
     if patch.pos_embed is None or has_float64(device):
@@ -153,10 +156,10 @@ def velocity(
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
-    B is a multiple of the P prompts in `constants`; each prompt has B / P images, one after another. `timestep` and
-    `guidance` [B], that of distilled models, are already in the model's scale. `control` are the residuals of
-    `control_residuals`: number i is added after block i. With the `ops` of a shard, `x`, the position embedding and
-    `control` are those of its rows.
+    B is a multiple of the P prompts in `constants`. Each prompt has B / P consecutive images. `timestep` and `guidance`
+    [B] are already in the model's scale. Only distilled models have `guidance`. `control`: output of
+    `control_residuals`; residual i is added after block i. `ops`: for a shard. Then `x`, the position embedding and
+    `control` have only the rows of the shard.
     """
     height, width = x.shape[-2:]
     patch = transformer.config.patch_size
@@ -185,8 +188,11 @@ def shard_velocity(
     perturbation: Perturbation | None,
     control: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return what `forward`, `velocity` of a transformer, does for `shard`, of what the whole batch and image have, on
-    whichever device."""
+    """Run `forward` on one shard: slice the inputs to its rows and move them to its device.
+
+    `forward` is `velocity` with its first argument bound. The other arguments are for the whole batch and image. They
+    may be on any device.
+    """
     x, spec, columns = shard.x, shard.spec, shard.x.shape[3]
     rows = slice(spec.span.start * columns, spec.span.stop * columns)
     residuals = [None if one is None else spec.part(one)[:, rows].to(x.device) for one in control]
@@ -203,7 +209,10 @@ def last_norm(
     embedded: torch.Tensor,
     kernels: frozenset[str],
 ) -> torch.Tensor:
-    """Return what the last layer projects, of what the last block returns and the `embedded` time [B, D]."""
+    """Normalise and modulate the hidden states for the last layer.
+
+    `carried`: output of the last block. `embedded`: embedded time [B, D].
+    """
     table = transformer.scale_shift_table.to(carried[0].dtype)
     if "modulation" not in kernels:
         return transformer.norm_out(add(*carried), embedded, table)
@@ -217,9 +226,9 @@ def embed(
     position: torch.Tensor | None,
     ops: RowOperations | None = None,
 ) -> torch.Tensor:
-    """[B, 32, h, w] to hidden states [B, N, D]."""
+    """Return the hidden states [B, N, D] of latents [B, 32, h, w]."""
     if ops is None:
-        # contiguous, or every norm and sum that follows would carry the transposed layout on
+        # Contiguous, because all later norms and sums would keep the transposed layout.
         hidden = model.patch_embed.proj(x).flatten(2).transpose(1, 2).contiguous()
     else:
         hidden = ops.embed(model.patch_embed.proj, x)
@@ -233,9 +242,9 @@ def embed_time(
     guidance: torch.Tensor | None = None,
     ops: RowOperations | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what modulates the blocks [B, 6 D], and the embedded time [B, D], which the last layer takes."""
+    """Return the modulation of the blocks [B, 6 D], and the embedded time [B, D] for the last layer."""
     if ops is not None and len(timestep) == 1 and hidden.device.type == "cpu":
-        # as a row of more: alone, CPUs multiply it by another kernel, to other bits than in a batch
+        # CPUs multiply a single row with another kernel, which gives other bits than in a batch. So compute two rows.
         two = None if guidance is None else guidance.expand(2)
         time, embedded = embed_time(model, timestep.expand(2), hidden.expand(2, -1, -1), two)
         return time[:1], embedded[:1]

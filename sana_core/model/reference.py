@@ -1,8 +1,8 @@
 """Whose arithmetic a model follows: NVIDIA's own code, or diffusers' port of it.
 
 The released files exist in NVIDIA's layout and in diffusers', and the two codebases generate slightly different images
-from the same weights. A model computes what the codebase of its file computes, unless its user chooses the other. Which
-one it is stands in the configuration of the module, under "reference".
+from the same weights. A model follows the codebase of its file, unless the user chooses the other one. The
+module's configuration stores the choice as "reference".
 
 Sources: NVlabs/Sana, diffusion/model/nets/{sana_blocks,sana_multi_scale,sana_multi_scale_controlnet}.py and
 diffusion/model/dpm_solver.py; diffusers, models/transformers/sana_transformer.py and pipelines/sana.
@@ -25,7 +25,7 @@ REFERENCE_HELP = "whose arithmetic to follow where NVIDIA's code and diffusers' 
 
 
 class Reference(NamedTuple):
-    """What the two codebases compute differently. Where a ControlNet acts is told by its blocks (see control.py)."""
+    """What the two codebases compute differently. The blocks of a ControlNet show where it acts (controlnet.py)."""
 
     attention_eps: float  # in the denominator of the linear attention
     cross_norm_eps: float  # of the norms of query and key in the cross-attention, which SANA-1.5 and Sprint have
@@ -69,10 +69,10 @@ def set_reference(model: SanaTransformer2DModel | SanaControlNetModel, name: str
 def model_timestep(
     model: SanaTransformer2DModel | SanaControlNetModel, timestep: torch.Tensor, whole: bool = False
 ) -> torch.Tensor:
-    """Return what `model` is given for `timestep`, which is 1000 sigma.
+    """Convert `timestep` (1000 sigma) to the value that `model` expects.
 
-    `whole` is set by samplers whose scheduler makes whole ones of them. SANA-Sprint's time is sin t / (sin t + cos t)
-    of TrigFlow's angle t, which is sigma.
+    `whole`: round down to a whole timestep, as the schedulers of some samplers do. SANA-Sprint expects sigma, which is
+    sin t / (sin t + cos t) for TrigFlow's angle t.
     """
     if getattr(model.config, "guidance_embeds", False):
         return timestep / 1000

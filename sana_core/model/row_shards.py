@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import InputError
-from .constants import Constants, RowOperations
+from .forward_inputs import Constants, RowOperations
 
 if TYPE_CHECKING:
     import torch

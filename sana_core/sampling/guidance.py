@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..model.constants import Constants, Perturbation
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import pad_prompts, prepare, shard_velocity, velocity
+from ..model.forward_inputs import Constants, Perturbation
 from ..model.known_models import Defaults, TransformerConfig, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
@@ -31,7 +31,7 @@ LARGEST_GUIDANCE = 100.0
 
 
 def check_sampling(config: TransformerConfig, how: Defaults) -> None:
-    """Raise InputError for a sampler that is unknown or not for the model, and for steps or guidance out of range."""
+    """Raise InputError if the sampler is unknown or does not fit the model, or steps or guidance are out of range."""
     find_sampler(how.sampler)
     check_sampler(config, how.sampler)
     check_steps(how.steps)
@@ -46,7 +46,7 @@ class PerturbedAttention(NamedTuple):
 
 
 class ControlledModel(NamedTuple):
-    """A transformer, with a ControlNet that acts in all passes of a step."""
+    """A transformer and its ControlNet, which acts in all passes of a step."""
 
     transformer: SanaTransformer2DModel
     control: Control | None = None
@@ -55,20 +55,21 @@ class ControlledModel(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the prompts of a step's passes and the size of its images fix for all steps."""
+    """Everything that stays the same in all steps with the same passes and image size."""
 
     constants: Constants
-    guidance: torch.Tensor | None  # the scale that a distilled model embeds
+    guidance: torch.Tensor | None  # Distilled models embed the guidance. None: another model.
     perturbation: Perturbation | None
-    steering: Constants | None  # the ControlNet's
+    steering: Constants | None  # constants of the ControlNet
 
 
 def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, prefix: str = "") -> PerturbedAttention:
-    """Return the perturbed attention of the transformer with `config`, `blocks` being like "8" or "7, 8".
+    """Return perturbed attention for a transformer with `config`. `blocks` has numbers of blocks, like "8" or "7, 8".
 
-    Without blocks it is the one that NVIDIA perturbs, in models of other depths the one at two fifths. Raises
-    InputError for a scale that is not from 0 to 100, blocks that the model does not have, and a SANA-Sprint model,
-    which has no place for it.
+    If `blocks` is empty, it perturbs the block that NVIDIA perturbs. In a model with another number of blocks, it
+    perturbs the block at two fifths of the depth. Raises InputError if the scale is not from 0 to 100, if the model
+    does not have one of the blocks, and for a SANA-Sprint model, whose guidance is built in. Errors name the inputs
+    `prefix`scale and `prefix`blocks.
     """
     check_number(f"{prefix}scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:
@@ -85,18 +86,18 @@ def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, pr
 
 
 class ShardedModel(NamedTuple):
-    """A model of several devices, which compute each image together.
+    """Several devices that compute each image together.
 
-    `run(x, work, parts)` returns the velocity at the latents `x` from what `work` makes of each shard, where the batch
-    is so many equal parts, a pass each, and `members` are the transformers by their number in a shard.
+    `run(x, work, parts)` splits the latents `x` into shards, calls `work` for each shard and joins the velocities.
+    `parts`: number of passes in the batch.
     """
 
     run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
-    members: Sequence[SanaTransformer2DModel]
+    members: Sequence[SanaTransformer2DModel]  # one transformer per device; Shard.member is the index
 
 
 def run_unsharded(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
-    """Return what `work` makes of the latents `x` as one shard."""
+    """Call `work` once, with all of `x` as one shard."""
     return work(Shard(0, x, ShardSpec(0, 1, 0, 1, slice(0, x.shape[2])), x.shape[2], None))
 
 
@@ -109,17 +110,18 @@ def denoiser(
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
 ) -> Denoiser:
-    """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one for each image.
+    """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one prompt per image.
 
-    It computes what the reference of `transformer` does; NVIDIA's wants the embeddings of `uncond` whole, with padding.
-    `whole_timesteps` are those of the sampler. With ShardedModel, several devices compute it together.
+    The result follows the reference of `transformer`. NVIDIA's reference needs `uncond` with its padding.
+    `whole_timesteps`: see Sampler. With a ShardedModel, several devices compute each image together.
 
-    Classifier-free guidance acts while sigma is in `interval`, high end first (Kynkaanniemi et al. 2024). At guidance
-    1, outside it and in a distilled model, which embeds it, there is no uncond pass. All passes are one batch.
+    Classifier-free guidance acts while sigma is in `interval`, the larger sigma first (Kynkaanniemi et al. 2024). There
+    is no uncond pass at guidance 1, outside the interval, and in distilled models, which embed the guidance. All passes
+    of a step are one batch.
     """
     run, given = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
     members = [one if isinstance(one, ControlledModel) else ControlledModel(one) for one in given]
-    # once: diffusers finds the dtype by looking through all modules
+    # Read once, because diffusers searches all modules for the dtype.
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
     if reference_of(members[0].transformer).shared_mask:
@@ -143,7 +145,7 @@ def denoiser(
             return shard_velocity(own, shard, times, constants, embedded, perturbation, residuals)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
-        # guided in x0 and in this order, as ComfyUI does it: the same bits with and without the host
+        # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
         return combine(list(x - sigma * velocities.unflatten(0, (count, len(x)))), guided, guidance, perturbed)
 
     return model
@@ -152,7 +154,10 @@ def denoiser(
 def combine(
     x0s: list[torch.Tensor], guided: bool, guidance: float, perturbed: PerturbedAttention | None
 ) -> torch.Tensor:
-    """Return the guided x0 of those of a step's passes: without the prompt if `guided`, with it, perturbed."""
+    """Combine the x0 of all passes.
+
+    The order is: without prompt (if `guided`), with prompt, perturbed (if `perturbed`).
+    """
     if perturbed:
         last = x0s.pop()
         shift = perturbed.scale * (x0s[-1] - last)
@@ -161,7 +166,10 @@ def combine(
 
 
 def compile_mode() -> str:
-    """Return the mode of torch.compile that works in this thread: CUDA graphs fail in all but the first before 2.14."""
+    """Return the mode of torch.compile that works in this thread.
+
+    Before torch 2.14, CUDA graphs fail in all threads but the main thread.
+    """
     any_thread = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
     return "reduce-overhead" if any_thread or threading.current_thread() is threading.main_thread() else "default"
 
@@ -174,12 +182,12 @@ def prepare_passes(
     perturbed: PerturbedAttention | None,
     guidance: float,
 ) -> Prepared:
-    """Return what (embeds, mask) of the `passes` of a step on latents of that `shape` fix for all steps on `device`.
+    """Compute everything that stays the same in all steps. `passes`: (embeds, mask) of each pass.
 
-    Where one pass has a prompt for each image, the others repeat; the last one is `perturbed`.
+    `shape`: shape of the latents. If one pass has a prompt per image, the prompt of each other pass is repeated. The
+    last pass is the perturbed one, if `perturbed`.
     """
     rows = max(len(embeds) for embeds, _ in passes)
-    # one mask width for prompts that were encoded together or apart
     embeds, mask = (torch.cat([part[k].expand(rows, *part[k].shape[1:]) for part in passes]) for k in (0, 1))
     embeds, mask = embeds.to(device, member.transformer.dtype), mask.to(device)
     constants = prepare(member.transformer, embeds, mask, *shape[2:])
@@ -192,7 +200,7 @@ def prepare_passes(
         perturbation = Perturbation(images, perturbed.blocks)
     config, embedded = member.transformer.config, None
     if config.guidance_embeds:
-        # multiplied in float32, as in diffusers and in ComfyUI: the same bits
+        # Multiply in float32, as diffusers and ComfyUI do, so that the bits are the same.
         embedded = torch.full((len(passes) * shape[0],), guidance, device=device) * config.guidance_embeds_scale
     return Prepared(constants, embedded, perturbation, steering)
 
@@ -200,7 +208,7 @@ def prepare_passes(
 def steer(
     control: Control | None, x: torch.Tensor, sigma: float, whole: bool, prompts: Constants | None
 ) -> list[torch.Tensor | None]:
-    """Return the residuals of `control` for all passes in `x` at `sigma`, none without it."""
+    """Return the ControlNet's residuals for all passes in `x` at `sigma`. Without a ControlNet the list is empty."""
     if control is None or prompts is None:
         return []
     latents = control.latents.to(x)

@@ -1,7 +1,7 @@
 """SANA's samplers in the style of k-diffusion, and the table SAMPLERS.
 
-x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A sampler calls model(x, sigma), which returns x0, once or
-more in a step. Sigmas are Python numbers, read once before the first step, so no step waits for the device.
+x_sigma = (1 - sigma) x0 + sigma noise, so alpha = 1 - sigma. A sampler calls model(x, sigma) once or twice per step.
+The model returns x0. Sigmas are Python numbers, read once before the first step, so no step waits for the device.
 `callback` receives a StepState once per step, before x changes. If it raises, the sampling ends.
 """
 
@@ -35,7 +35,7 @@ class StepState(TypedDict):
 
 Callback = Callable[[StepState], object]
 
-# In schedules of fewer steps, DPM-Solver++ lowers its order by one per step at the end.
+# DPM-Solver++ lowers its order at the end of schedules with fewer steps than this.
 FEW_STEPS = 15
 
 
@@ -60,7 +60,7 @@ def sample_flow_heun(
 ) -> torch.Tensor:
     """Heun's method: the mean of the velocities (x - x0) / sigma at both ends of a step.
 
-    It calls the model twice per step, and once in a step to sigma 0, as diffusers' FlowMatchHeunDiscreteScheduler.
+    It calls the model twice per step, and once in a step to sigma 0, like diffusers' FlowMatchHeunDiscreteScheduler.
     Returns x at the last sigma. Raises InputError for sigmas that do not descend.
     """
     sigma = descending(sigmas)
@@ -86,17 +86,18 @@ def sample_flow_dpmpp(
     always_lower_order: bool = False,
     order: int = 2,
 ) -> torch.Tensor:
-    """DPM-Solver++ of an order up to 3, multistep (Lu et al. 2022), with lambda = log((1 - sigma) / sigma): of order 1
-    it is DDIM, of order 2 algorithm 2, in its midpoint form, of order 3 that of appendix B.
+    """Multistep DPM-Solver++ (Lu et al. 2022), with lambda = log((1 - sigma) / sigma).
 
-    The first steps have the order that their past allows. A step to sigma 0, where lambda and h are infinite, has order
-    1. The one before it has at most order 2 in schedules of fewer than 15 steps to 0, as in diffusers, and with
-    `always_lower_order` in all, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
+    Order 1 is DDIM. Order 2 is algorithm 2 with the midpoint rule. Order 3 is in appendix B.
+
+    The first steps use a lower order because fewer x0 exist. The last step to sigma 0 has order 1, because lambda is
+    infinite there. The step before it has at most order 2 if the schedule has fewer than 15 steps, as in diffusers, or
+    with `always_lower_order`, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
     not descend.
     """
     sigma = descending(sigmas)
     steps = len(sigma) - 1
-    # on the host first: some accelerators have no float64
+    # On the CPU, because some accelerators have no float64.
     sigmas64 = sigmas.cpu().double()
     lambdas = torch.log((1 - sigmas64) / sigmas64).tolist()
     x0s: list[torch.Tensor] = []
@@ -120,21 +121,21 @@ sample_flow_dpmpp_3m = partial(sample_flow_dpmpp, order=3)
 
 
 def dpmpp_weights(lambdas: list[float], order: int) -> list[float]:
-    """Weights of the last `order` x0, the newest first, in the step from the last but one of `lambdas` to the last.
+    """Return the weights of the last `order` x0, newest first. The step goes from lambdas[-2] to lambdas[-1].
 
-    x_t = (sigma_t / sigma_s) x + alpha_t sum_k weights[k] x0[k]. In the names of Lu et al. 2022: phi_1 = 1 - e^-h times
-    D0, and for orders 2 and 3 the divided differences D1, D2 of the past, written out by x0. lambda is -infinity at
-    sigma 1, which then takes no part.
+    x_t = (sigma_t / sigma_s) x + alpha_t sum_k weights[k] x0[k]. Lu et al. 2022 write the sum as phi_1 = 1 - e^-h times
+    D0, plus multiples of the divided differences D1 and D2 for orders 2 and 3. Here it is sorted by x0. At sigma 1
+    lambda is -infinity, and the weight of that x0's difference becomes 0.
     """
     h = lambdas[-1] - lambdas[-2]
     phi_1 = -math.expm1(-h)
     if order == 1:
         return [phi_1]
-    # of D1_0 = (m0 - m1) / r0
+    # D1_0 = (m0 - m1) / r0
     r0 = (lambdas[-2] - lambdas[-3]) / h
     if order == 2:
         return [phi_1 + phi_1 / (2 * r0), -phi_1 / (2 * r0)]
-    # of D1_1 = (m1 - m2) / r1, D1 = D1_0 + r0 / (r0 + r1) (D1_0 - D1_1) and D2 = (D1_0 - D1_1) / (r0 + r1)
+    # D1_1 = (m1 - m2) / r1, D1 = D1_0 + r0 / (r0 + r1) (D1_0 - D1_1), D2 = (D1_0 - D1_1) / (r0 + r1)
     r1 = (lambdas[-3] - lambdas[-4]) / h
     phi_2 = 1 - phi_1 / h
     phi_3 = 0.5 - (h - phi_1) / h**2
@@ -152,10 +153,11 @@ def sample_scm(
 ) -> torch.Tensor:
     """Multistep consistency sampling (Song et al. 2023, algorithm 1), as SANA-Sprint's sCM samples.
 
-    Each x0 is noised again to the next sigma, with the next of `noise` (of torch's own generator without it). This is
-    the TrigFlow step of Lu and Song 2025 in flow's variables: with sigma = sin t / (sin t + cos t), TrigFlow's
-    cos(t) x - sin(t) F is x - sigma velocity. Returns x at the last sigma. Raises InputError for sigmas that do not
-    descend.
+    After each step, add noise up to the next sigma. The noise comes from `noise`, or from torch's generator if it is
+    None. This is the TrigFlow step of Lu and Song 2025 in the variables of flow matching: with sigma =
+    sin t / (sin t + cos t), TrigFlow's cos(t) x - sin(t) F is x - sigma velocity.
+
+    Returns x at the last sigma. Raises InputError for sigmas that do not descend.
     """
     sigma = descending(sigmas)
     for i in range(len(sigma) - 1):
@@ -194,7 +196,7 @@ class Sampler(NamedTuple):
         return self.schedule(steps, shift, reference)
 
     def effective_guidance(self, reference: Reference, guidance: float) -> float:
-        """Return `guidance`, or 1, which is no guidance, where `reference` does not guide at that value."""
+        """Return `guidance`, or 1 (off) if `reference` does not guide at this value."""
         return guidance if guidance > 1 or self.guides_below_one(reference) else 1.0
 
 
@@ -217,6 +219,7 @@ SAMPLERS = {
     "flow_dpmpp_3m": dpm_solver(
         sample_flow_dpmpp_3m,
         scheduler=("DPMSolverMultistepScheduler", 3),
+        # With orders 1 and 2 always_lower_order changes nothing.
         options=lambda reference, noise: {"always_lower_order": reference.always_lowers_order},
     ),
     "flow_dpmpp_1": dpm_solver(sample_flow_dpmpp_1, scheduler=("DPMSolverMultistepScheduler", 1)),
@@ -233,7 +236,7 @@ SAMPLERS = {
 
 
 def check_sampler(config: TransformerConfig, name: str) -> None:
-    """Raise InputError if the model with `config` and the sampler `name` are not made for each other."""
+    """Raise InputError if the sampler `name` does not fit the model with `config`."""
     if config.guidance_embeds and name != SPRINT:
         raise InputError(
             f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; choose it, or use SANA Sprint"

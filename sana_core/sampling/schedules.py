@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..model.known_models import INTERMEDIATE_TIMESTEP, MAX_TIMESTEP
 from ..runtime.checks import check_number, check_whole
 
-# the timesteps of SANA's training
+# The number of timesteps in SANA's training.
 LARGEST_STEPS = 1000
 
 
@@ -43,8 +43,9 @@ def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
 def flow_dpm_sigmas(steps: int, shift: float, float32: bool = False) -> torch.Tensor:
     """Return [steps + 1] sigmas from just below 1 to 0: the flow sigmas of DPM-Solver in SANA and in diffusers.
 
-    NVIDIA's code has them in `float32` and diffusers in float64, which are other whole timesteps where 1000 sigma is
-    all but a whole number. Raises InputError unless `steps` is a whole number from 1 to 1000.
+    NVIDIA computes them in float32, diffusers in float64. Where 1000 sigma is almost whole, they round to different
+    timesteps. `float32`: compute them as NVIDIA does. Raises InputError unless `steps` is a whole number from 1 to
+    1000.
     """
     check_steps(steps)
     if float32:

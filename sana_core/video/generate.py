@@ -13,7 +13,7 @@ from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encod
 from ..checkpoints.checkpoint import Source
 from ..checkpoints.load import config_of, shift_of
 from ..errors import InputError
-from ..model.constants import Constants
+from ..model.forward_inputs import Constants
 from ..model.known_models import VIDEO_FRAMES, VIDEOS, Defaults, model_defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of

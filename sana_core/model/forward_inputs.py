@@ -1,4 +1,4 @@
-"""The inputs of a forward that are shared by its files: constants, perturbation, and the operations of a shard."""
+"""Types that forward.py, block.py and sharded_ops.py share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """Everything that the prompts and the size fix for all steps. P prompts of T tokens, N positions, L blocks."""
+    """Tensors that depend only on the prompts and the image size. Computed once per sampling.
+
+    P prompts of T tokens, N positions, L blocks.
+    """
 
     keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
     values: list[torch.Tensor]
     bias: torch.Tensor | None  # [P, 1, 1, T], or None if no prompt is padded
-    # [1, N, D] of models with a position embedding; for SANA-Video, the rotation (sana_core/video/forward.py)
+    # Position embedding [1, N, D], or None. SANA-Video: the rotation (sana_core/video/forward.py).
     position: torch.Tensor | None
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # names of the fused kernels in sana_core.kernels to use between the layers
@@ -35,16 +38,12 @@ class RowOperations(Protocol):
 
     def embed(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the patch embedding [B, N, D] of `x` [B, 32, n, w]."""
-        ...
 
     def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the sums [B, heads, d, d + 1] of the linear attention over the whole image."""
-        ...
 
     def kernel_sums(self, parts: torch.Tensor) -> torch.Tensor:
         """Return the same sums as [B, heads, d + 1, d], from the parts of the fused kernel."""
-        ...
 
     def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
-        """Return the feed-forward of `states` [B, N, D], whose convolution reads a row of each neighbour."""
-        ...
+        """Return the feed-forward of `states` [B, N, D]. Its convolution reads one row of each neighbour."""
