@@ -1,4 +1,4 @@
-"""What a model's files, or a data set's, are like now, to notice that they are others: sizes and times of change."""
+"""Sizes and times of the files of a model or a data set, to notice changes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def file_stat(find: Callable[[], Path]) -> str:
-    """Return what changes with any file that a loader reads for the path that `find` gives.
+    """Return a fingerprint that changes with any file that the loader reads. `find` returns the loader's path.
 
-    Never raises: what cannot be found has one too, and the loader says why.
+    Never raises. A path that does not exist has a fingerprint too, and the loader raises the error.
     """
     try:
         files = sorted(files_read(find()))
@@ -34,7 +34,7 @@ def file_stat(find: Callable[[], Path]) -> str:
 
 
 def dataset_stat(find: Callable[[], Path]) -> str:
-    """Return what changes with any file of the data set's folder that `find` gives. Never raises, as `file_stat`."""
+    """Return a fingerprint that changes with any file of the data set's folder. Never raises, as `file_stat`."""
     try:
         files = list_folder(find()).files
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def digest(lines: Iterable[str]) -> str:
 
 
 def size_and_time(file: Path) -> str:
-    """Return bytes and nanoseconds of a file, and of one that is not there that it is not."""
+    """Return size in bytes and time in nanoseconds of a file, or "missing"."""
     try:
         status = file.stat()
     except OSError:
@@ -90,9 +90,9 @@ def files_read(path: Path) -> Iterable[Path]:
 
 
 def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., ModelPatcher]:
-    """Return what ComfyUI calls, with the arguments of `load`, for another copy of the weights of `path`.
+    """Return the function that ComfyUI calls to load the weights again. It has the arguments of `load`.
 
-    It raises CheckpointError where the files are others by then: the two copies would be of two models.
+    It raises CheckpointError if the files have changed, because the two copies would be of two models.
     """
     before = file_stat(lambda: path)
 

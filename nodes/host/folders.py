@@ -41,7 +41,7 @@ RUNS = "sana_training"
 RESULTS = ("loras", "controlnet")
 # one name of a folder: no separators, nothing that means another folder, and short enough for a file's name in UTF-8
 RUN_NAME = re.compile(r"\w([\w .-]{0,48}\w)?")
-# by ComfyUI's folder that it would be in
+# ComfyUI folder: the bundled models it lists.
 BUNDLED = {
     "diffusion_models": MODELS,
     "text_encoders": MODELS,
@@ -58,8 +58,10 @@ LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
 @contextmanager
 def without_places() -> Iterator[None]:
-    """Let errors of a data set or a run name files from ComfyUI's folders on, and no process: HTTP shows them. The log
-    has the whole."""
+    """Shorten paths in errors of data sets and runs, because HTTP shows them. The log has the full paths.
+
+    An InUseError gets another text, because its own names a process.
+    """
     try:
         yield
     except SanaError as error:
@@ -80,7 +82,7 @@ def without_places() -> Iterator[None]:
 
 
 def listed_name(name: object, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that `name` means, None if there is none.
+    """Return the entry of `names` that matches `name`, or None.
 
     A workflow saved on Windows has a backslash where the list on Linux has a slash, and the other way round. On Linux a
     name may contain a backslash, so an exact match comes first.

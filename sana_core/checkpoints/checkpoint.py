@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from ..runtime.text import Json, shown
-from .configs import Headers
-from .headers import Weights
+from .headers import Headers, Weights
 from .keys import Origin
 
-# Ends of the names of tensors that accompany quantised weights, as ComfyUI's operations read them.
+# Suffixes of tensors that belong to quantised weights, as in ComfyUI. "scaled_fp8" has no leading dot, because it is a
+# whole name.
 SCALES = (
     ".comfy_quant",
     ".weight_scale",
@@ -47,15 +47,16 @@ class CheckpointInfo:
     resolution_from: str = ""
     # The library's configuration, from a file beside the weights or from the file itself.
     config: Json | None = None
-    # By the parameter names of the library's module.
+    # The headers by the parameter names of the library's module.
     headers: Headers = field(default_factory=dict, repr=False)
+    # By the same names: the tensor in the file that has the parameter.
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
     # The components of a pipeline.
     parts: tuple[CheckpointInfo, ...] = ()
-    # A key of RULES: whose arithmetic the file follows, or whose reading of prompts it was saved with.
+    # A key of RULES: the codebase that the file follows. Text encoders: how prompts are read.
     reference: str = ""
-    # Lines for the user, if a config.json is not followed.
+    # Lines for the user: a config.json that was ignored, or an unused moving average.
     notes: tuple[str, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -21,9 +21,7 @@ from ..model.known_models import (
 )
 from ..model.latents import DOWNSCALE
 from ..runtime.text import Json, brief
-from .headers import Header
-
-Headers = Mapping[str, Header]
+from .headers import Headers
 
 # the finest stage of DC-AE-Lite's decoder in its configuration, which has no blocks
 EMPTY_WIDTH = 128

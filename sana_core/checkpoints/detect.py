@@ -1,4 +1,4 @@
-"""What a file or folder is, told from the names and shapes of its tensors; nothing but headers is read."""
+"""Recognise a checkpoint by the names and shapes of its tensors. Only headers are read."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
 from .checkpoint import SCALES, CheckpointInfo, Source
-from .configs import Headers, architecture, autoencoder_name, contradiction, gemma_width, resolution_config
+from .configs import architecture, autoencoder_name, contradiction, gemma_width, resolution_config
 from .files import parse_json, read_json, readable
 from .foreign_models import foreign_model, relative
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
+from .headers import SAFETENSORS, Header, Headers, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped
 from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
 
-# in an all-in-one file: what stands before the names of each component
+# The prefixes of the tensor names of each component in an all-in-one file.
 PREFIXES = (
     re.compile(r"(model\.)?diffusion_model\.|transformer\.|module\."),
     re.compile(r"first_stage_model\.|vae\."),
     re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
 )
-# beside the weights in a text encoder's file: sentencepiece's model, or the tokenizers library's JSON, as bytes
+# Tensors of a text encoder's file that hold a tokenizer as bytes: sentencepiece's model, or JSON of tokenizers.
 TOKENIZERS = ("spiece_model", "tokenizer_json")
-# beside the weights in what ComfyUI's own nodes have saved: the component's configuration as bytes of JSON, for those
-# nodes write no metadata of a pack
+# The tensor with the component's configuration as bytes of JSON, in files that ComfyUI's own nodes saved. These nodes
+# do not write the metadata of a node pack.
 SAVED_CONFIG = "sana_config"
 LARGEST_CONFIG = 1_000_000
 LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
@@ -44,7 +44,7 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
 NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 RESOLUTION_WITH_UNIT = re.compile(r"(?<![0-9a-z])(?:(512|1024|2048|4096)px|[124]k(px)?)(?![0-9a-z])", re.IGNORECASE)
-# what tells the VAEs of SANA-Video, Wan 2.1's and LTX-2's, in each layout
+# (layout, tensors that identify it) of the VAEs of SANA-Video: first Wan 2.1's, then LTX-2's.
 VIDEO_VAES = (
     ("diffusers", {"post_quant_conv.weight", "decoder.mid_block.attentions.0.to_qkv.weight"}),
     ("original", {"decoder.head.0.gamma", "decoder.upsamples.0.residual.2.weight"}),
@@ -58,13 +58,12 @@ UNUSED_TEXT = ("lm_head.", "logit_scale")
 
 
 def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
-    """Return what the file or folder at `path` is: kind, variant, layout, dtype, size, resolution.
+    """Return kind, variant, layout, dtype, size and resolution of the file or folder at `path`.
 
-    `ema` chooses the moving average of the weights in the .pth of a training. A checkpoint is returned as it is, so
-    that one inspection serves all functions that take a Source. A folder is from diffusers or transformers, whole or a
-    single component, or NVIDIA's with checkpoints/ in it, which may have a config.json too.
-    A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError for a path that is
-    not there, ReadError where the disk refuses, CheckpointError for a file that is broken or no weights file.
+    `ema`: use the moving average in a .pth of a training. If `path` is a CheckpointInfo, it is returned unchanged. A
+    folder may be a pipeline of diffusers, one component of diffusers or transformers, or NVIDIA's folder with
+    checkpoints/ in it. A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError
+    if the path does not exist, ReadError if it cannot be read, CheckpointError if the file is broken or has no weights.
     """
     if isinstance(path, CheckpointInfo):
         return path
@@ -74,7 +73,7 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
 
 
 def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
-    """As `inspect_checkpoint`. Raises OSError for a path that the operating system refuses."""
+    """Inspect a path, as `inspect_checkpoint` does. Raises OSError if the operating system refuses the path."""
     if path.exists() and not path.is_dir():
         return inspect_file(path, ema)
     if (path / "model_index.json").is_file():
@@ -102,7 +101,7 @@ def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
 
 
 def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
-    """As `inspect_checkpoint`, for a file; one of several shards stands for all of them."""
+    """Inspect a file, as `inspect_checkpoint` does. If it is one of several shards, all shards are inspected."""
     index = find_index(file)
     weights = read_sharded(index) if index else read_header(file, ema)
     groups = components(file, weights.headers)
@@ -118,7 +117,7 @@ def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
 
 
 def find_index(file: Path) -> Path | None:
-    """Return the index of the shards that `file` is one of, None if it is not or there is none."""
+    """Return the index file if `file` is one of several shards, or None if it is not or the index is missing."""
     shard = SHARD.match(file.stem)
     if not shard:
         return None
@@ -150,7 +149,7 @@ def components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
 
 
 def without_holders(names: dict[str, str]) -> dict[str, str]:
-    """Return `names` without what wrapping modules put before them, if they are a component's names then."""
+    """Remove the prefixes of wrapping modules, if the shorter names are then recognised."""
     if classify(set(names))[0] != "other":
         return names
     inner_names = {HOLDERS.sub("", inner): name for inner, name in names.items()}
@@ -159,7 +158,10 @@ def without_holders(names: dict[str, str]) -> dict[str, str]:
 
 
 def inspect_folder(folder: Path) -> CheckpointInfo:
-    """As `inspect_checkpoint`, for a component's folder, or PEFT's; of several precisions, the one without a suffix."""
+    """Inspect a folder with one component or a PEFT adapter.
+
+    If it has several precisions, use the file without a suffix.
+    """
     files = weight_files(folder)
     if not files:
         raise MissingFileError(
@@ -175,7 +177,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:
-    """Several components as one; the transformer, if there is one, speaks for all."""
+    """Join several components. Variant, dtype, resolution and reference are the transformer's, if there is one."""
     first = next((part for part in parts if part.kind in TRANSFORMERS), parts[0])
     return CheckpointInfo(
         path,
@@ -192,24 +194,24 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
 
 
 def own_config(file: Path, weights: Weights) -> tuple[Json | None, bool]:
-    """Return the configuration in the file's metadata or beside it, None if there is none, and whether it is beside.
+    """Return the configuration in the file's metadata or in config.json beside it, or None, and whether it is beside.
 
-    Raises CheckpointError for one that is no JSON object, MissingFileError for a link to nowhere, and ReadError.
+    Raises CheckpointError if it is not a JSON object, MissingFileError for a broken link, and ReadError.
     """
     if "config" in weights.metadata:
         return parse_json(weights.metadata["config"], f"{shown(file)}: its config"), False
     beside = file.with_name("config.json")
-    # a link to nowhere is not "none"
+    # A broken link is an error, not a missing configuration.
     return (read_json(beside) if beside.exists() or beside.is_symlink() else None), True
 
 
 def recognise(
     file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool
 ) -> CheckpointInfo:
-    """Return what the tensors are that `names` {name without prefix: name in the file} holds.
+    """Describe one component. `names` maps the name without prefix to the name in the file.
 
-    `config` is the configuration in the file, or beside it. A config.json in a folder of several models may be of
-    another one, so the file's own evidence comes before it.
+    `config`: the configuration in the file, or beside it (`is_beside`). A folder may contain several models, and
+    config.json may belong to another one. So what the file itself shows takes precedence.
     """
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     kind, layout, origins = classify(set(stored))
@@ -220,7 +222,7 @@ def recognise(
     sizes: Counter[torch.dtype] = Counter()
     for header in stored.values():
         sizes[header.dtype] += header.size
-    # an all-in-one file has a configuration for each component
+    # An all-in-one file may have a configuration per component.
     saved = None
     if SAVED_CONFIG in names:
         content = tensor_bytes(weights, names[SAVED_CONFIG], LARGEST_CONFIG, "a configuration")
@@ -236,7 +238,7 @@ def recognise(
             config = None
     variant, resolution, source, reference = variant_of(file, kind, headers, stored), None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
-        # written by convert, and by ComfyUI's nodes that save
+        # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
     elif kind in (*TRANSFORMERS, "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
@@ -252,7 +254,7 @@ def recognise(
             resolution, source = evidence
             config = {**config, **resolution_config(resolution)}
         if config is not None and "sample_size" in config and "interpolation_scale" not in config:
-            # configurations older than the argument
+            # The configuration is older than this argument.
             config = {**config, **resolution_config(resolution)}
     dtype, size = sizes.most_common(1)[0][0] if sizes else torch.float32, sum(sizes.values())
     found = (file, kind, variant, layout, dtype, size, resolution, source, config, headers, origins, weights)
@@ -260,7 +262,7 @@ def recognise(
 
 
 def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
-    """Return the name of a component's variant; of a file that is not SANA's, what the tensors `stored` in it are."""
+    """Return the component's variant. For other files, return a description of the tensors `stored`."""
     if kind == "transformer":
         return variant_name(architecture(headers))
     if kind == "controlnet":
@@ -278,10 +280,10 @@ def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Hea
 
 
 def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
-    """Return `info`, a transformer or ControlNet, following that reference; "auto" leaves the file's own.
+    """Return `info` with another reference; "auto" keeps the reference of the file.
 
-    Raises InputError for a name that is none, CheckpointError for NVIDIA's where a ControlNet's file lacks the base
-    model's block.
+    `info` is a transformer or a ControlNet. Raises InputError for an unknown name, and CheckpointError if NVIDIA's
+    reference needs the base model's first block and the ControlNet's file does not have it.
     """
     check_name("reference", reference, REFERENCES)
     info = info if reference == AUTO else replace(info, reference=reference)
@@ -301,7 +303,7 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
 
 
 def is_config_of(config: object, kind: str) -> bool:
-    """Whether `config` is one of the library's class for `kind`; a config.json beside a file may be of another."""
+    """Return whether `config` is for a library class of `kind`. config.json may be for another model."""
     if not isinstance(config, dict):
         return False
     architectures = config.get("architectures")
@@ -310,7 +312,7 @@ def is_config_of(config: object, kind: str) -> bool:
 
 
 def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
-    """Return kind, layout, and where each of the module's parameters is among `names`."""
+    """Return kind, layout, and the origin of each parameter of the module among `names`."""
     same = {name: Origin(name) for name in names}
     if relative(names):
         return "other", "", same
@@ -328,7 +330,7 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "transformer", "diffusers", same
     if {"blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"} <= names:
         return "transformer", "original", transformer_origins(names)
-    # only SANA's DC-AEs have attention in two scales
+    # Only SANA's DC-AEs have attention at several scales.
     if "decoder.conv_in.weight" in names and any(name.endswith("to_qkv_multiscale.0.proj_in.weight") for name in names):
         return "autoencoder", "diffusers", same
     if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):
@@ -337,14 +339,17 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         if known <= names:
             return "video_autoencoder", layout, same
     bare = {name.removeprefix("model."): Origin(name) for name in names if not name.startswith(UNUSED_TEXT)}
-    # Gemma 3 has the same norms, and q_norm besides
+    # Gemma 3 has the same norms, and also q_norm.
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
         return "text_encoder", "transformers", bare
     return "other", "", same
 
 
 def video_name(file: Path, embedding: tuple[int, ...]) -> str:
-    """Return the name in VIDEOS of a model by the shape of its patch embedding. Raises CheckpointError for others."""
+    """Return the name in VIDEOS of the model whose patch embedding has the shape `embedding`.
+
+    Raises CheckpointError for other models.
+    """
     _, channels, *patch = embedding
     if channels in VIDEOS and patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
         raise CheckpointError(
@@ -359,9 +364,9 @@ def video_name(file: Path, embedding: tuple[int, ...]) -> str:
 
 
 def part_header(name: str, header: Header, origin: Origin) -> Header:
-    """Return the header of one part of a fused tensor. Raises CheckpointError for one that has no such parts."""
+    """Return the header of one part of a fused tensor. Raises CheckpointError if the parts would not be equal."""
     if origin.parts == 1 or name.endswith(SCALES):
-        # the scales of quantised weights are refused where they are loaded
+        # `load_part` refuses quantised weights, so their scales are not split.
         return header
     first, *rest = header.shape or (1,)
     if first % origin.parts:
@@ -373,10 +378,10 @@ def part_header(name: str, header: Header, origin: Origin) -> Header:
 
 
 def own_resolution(file: Path, positions: Header | None, patch: int) -> tuple[int, str] | None:
-    """Return the resolution in pixels that the position embedding or the file's name states, and which of them did.
+    """Return the resolution in pixels from the position embedding or the file's name, and which of them it was.
 
-    A number in a name counts with its unit alone, as in 512px or 4Kpx: others are steps or dates. Raises
-    CheckpointError for a position embedding of another shape.
+    A number in the name counts only with a unit, as in 512px or 4Kpx, because other numbers are steps or dates. Raises
+    CheckpointError if the position embedding has another shape.
     """
     if positions is not None:
         side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
@@ -392,9 +397,10 @@ def own_resolution(file: Path, positions: Header | None, patch: int) -> tuple[in
 
 
 def find_resolution(file: Path, config: Json | None, positions: Header | None, patch: int) -> tuple[int, str]:
-    """Return the size in pixels that the model was trained at, and what told it. Raises CheckpointError.
+    """Return the training resolution in pixels and where it was found. Raises CheckpointError.
 
-    NVIDIA's files carry a position embedding of that many latent cells, read or not; diffusers' carry none.
+    NVIDIA's files have a position embedding of this size, even if the model does not use it. Files of diffusers have
+    none.
     """
     if config is not None and "sample_size" in config:
         return DOWNSCALE * config["sample_size"], "config"

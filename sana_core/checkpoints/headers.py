@@ -8,7 +8,7 @@ MB, with any number of tensors and dimensions and names of any length, before an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,9 @@ class Header(NamedTuple):
     def size(self) -> int:
         """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+Headers = Mapping[str, Header]
 
 
 class Weights(NamedTuple):

@@ -37,11 +37,12 @@ class CheckpointKind(NamedTuple):
     remedy: str = ""
     # The subfolder of a diffusers folder.
     folder: str | None = None
-    # The classes of diffusers or transformers that build it. The first one is the usual one.
+    # Class names that its config.json may have. The first is the usual one.
     classes: tuple[str, ...] = ()
     # A check for each field of its configuration.
     fields: Mapping[str, Check] = EMPTY
-    # transformers keeps unknown fields and may act on them: attn_implementation can name a kernel to download.
+    # True: drop configuration fields that are not in `fields`, because a library may act on them. For example,
+    # transformers downloads a kernel that attn_implementation names.
     drops_unknown: bool = False
     # The tensors that determine its architecture, with their number of dimensions.
     tensors: Mapping[str, int] = EMPTY

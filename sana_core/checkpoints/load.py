@@ -1,4 +1,4 @@
-"""From a recognised checkpoint to the library's module, built without memory and filled from the file."""
+"""Load a recognised checkpoint: build the library's module on the meta device, then fill it from the file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHOWN = 3
 COMPARED = 2**20
 MOST_VIDEO_LAYERS = 64
 VIDEO_KINDS = ("video_transformer", "video_autoencoder")
-# in a configuration, what is not the library's
+# Fields that this package adds to the library's configuration.
 OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview", "sampler")
 
 # Held by the thread that constructs a module with empty parameters.
@@ -110,8 +110,7 @@ def check_libraries(info: CheckpointInfo) -> None:
 
 def library_class(info: CheckpointInfo) -> str:
     """Return the name of diffusers' class for `info`."""
-    names = KINDS[info.kind].classes
-    return names[info.kind == "video_autoencoder" and info.variant == "ltx-2"]
+    return "AutoencoderKLLTX2Video" if info.variant == "ltx-2" else KINDS[info.kind].classes[0]
 
 
 def check_layers(info: CheckpointInfo, layers: int) -> None:
@@ -180,7 +179,7 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
             )
     with empty_parameters():
         if info.kind == "text_encoder":
-            # other implementations leave out the cap on the attention's logits, and older transformers choose them
+            # Other implementations omit the cap of the attention's logits. Older versions of transformers choose them.
             return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))
         module = getattr(diffusers, library_class(info)).from_config(config)
         if info.kind == "controlnet" and info.reference == NVIDIA:
@@ -203,7 +202,7 @@ def library_config(info: CheckpointInfo) -> Json:
 
 
 def shapes_config(info: CheckpointInfo) -> Json:
-    """Return the configuration that the tensors' shapes stand for. Raises CheckpointError for an unknown width."""
+    """Derive the configuration from the tensors' shapes. Raises CheckpointError for an unknown width."""
     if info.kind == "text_encoder":
         return gemma_config(info.headers)
     if info.kind == "autoencoder":
@@ -222,17 +221,16 @@ def shapes_config(info: CheckpointInfo) -> Json:
     if info.kind == "video_transformer":
         return video_config(info.headers)
     config = transformer_config(info.headers, info.resolution or DEFAULT_RESOLUTION)
-    # what diffusers' ControlNet does not know
+    # Arguments that diffusers' ControlNet does not have.
     unknown = ("guidance_embeds", "qk_norm") if info.kind == "controlnet" else ()
     return {key: value for key, value in config.items() if key not in unknown}
 
 
 def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
-    """Return the schedule's shift of the transformer in `info`, a whole checkpoint or that part of it: that of the
-    scheduler in its diffusers folder or of a saved MODEL, else the released model's.
+    """Return the shift of the schedule for the transformer in `info`, a checkpoint or its transformer.
 
-    `info` is as `inspect_checkpoint` returns it. A chosen `resolution` in pixels decides instead, and a chosen
-    `reference` where it generates the released model with another shift than the file's own.
+    The order is: `resolution` (pixels) if given; the released model's shift, if `reference` changes it; the folder's
+    scheduler or the saved MODEL; the released model's shift.
     """
     part = find_transformer(info)
     pixels = resolution or part.resolution or DEFAULT_RESOLUTION
@@ -246,10 +244,10 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
 
 
 def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
-    """Return whose reading of prompts is followed with the text encoder of `info`: `reference`, or with "auto" that of
-    the transformer beside it. A text encoder alone has the one that it was saved with, else NVIDIA's.
+    """Return the reference for reading prompts.
 
-    Raises InputError for a name that is none.
+    It is `reference`, or with "auto" the transformer's, or the text encoder's own, or NVIDIA's. Raises InputError for
+    an unknown name.
     """
     check_name("reference", reference, READINGS)
     own = (info.reference or NVIDIA) if reference == AUTO else reference
@@ -258,11 +256,11 @@ def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
 
 
 def latent_scale(info: CheckpointInfo) -> float:
-    """Return what latents of `info`'s autoencoder are multiplied by; that of DC-AE f32c32 where it has none."""
+    """Return the scaling factor of the latents. Without a VAE in `info`, use the factor of DC-AE f32c32."""
     parts = [part for part in info.parts or (info,) if part.kind == "autoencoder" and part.config is not None]
     if not parts or not parts[0].config:
         return recorded(info, "latent_scale") or DC_AE_SCALE
-    # AutoencoderDC's default is 1
+    # The default of AutoencoderDC is 1.
     return parts[0].config.get("scaling_factor", 1.0)
 
 
@@ -283,13 +281,13 @@ def config_of(info: CheckpointInfo) -> TransformerConfig:
 
 
 def recorded(info: CheckpointInfo, field: str) -> Any:
-    """Return what a MODEL that ComfyUI has saved recorded of one of OWN_FIELDS, None where it did not."""
+    """Return a field that this package wrote into the configuration of a saved MODEL, or None."""
     part = next((part for part in info.parts or (info,) if part.kind in TRANSFORMERS), None)
     return part.config.get(field) if part and part.config else None
 
 
 def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
-    """Return the tensors of `info` under the module's names: fused ones as their parts."""
+    """Return the tensors of `info` by the module's parameter names. Fused tensors are split into their parts."""
     wanted = {target: origin for target, origin in info.origins.items() if target not in TOKENIZERS}
     stored = read_tensors(info.weights, dict.fromkeys(origin.name for origin in wanted.values()), read)
     return {
@@ -299,7 +297,7 @@ def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[st
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for missing, unexpected and misshapen tensors; `name` is the file's."""
+    """Raise CheckpointError for missing, unexpected and misshapen tensors. `name` is the file's name."""
     check_names(name, "no", expected.keys() - shapes.keys())
     check_names(name, "unexpected", {key for key in shapes.keys() - expected.keys() if not key.endswith(SCALES)})
     for key, tensor in expected.items():
@@ -317,12 +315,12 @@ def fill(
     name: str,
     dtype_of: Callable[[str], torch.dtype | None],
 ) -> None:
-    """Move `tensors` to `module`: they replace its meta tensors, parameters as well as buffers that files contain.
+    """Replace the meta tensors of `module` by `tensors`. These are parameters, and buffers that files contain.
 
     `dtype_of` returns the dtype for a name, or None to keep the dtype of the tensor. `tensors` is empty afterwards,
     because each tensor is dropped as soon as it is converted. A tensor that needs no conversion shares its memory.
 
-    Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors; `name` is the file's.
+    Raises CheckpointError for missing, unexpected, misshapen and non-finite tensors. `name` is the file's name.
     """
     parameters = dict(module.named_parameters())
     expected = {key: tensor for key, tensor in module.state_dict(keep_vars=True).items() if tensor.is_meta}
@@ -349,7 +347,7 @@ def check_names(name: str, fault: str, keys: set[str]) -> None:
 
 
 def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError for NaN and infinity: a sum of numbers with one of them is not finite."""
+    """Raise CheckpointError for NaN and infinity. Each of them makes a sum non-finite."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return
     # Parts, because torch sums in float32 on a float32 copy of the whole tensor.
@@ -365,10 +363,10 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 def load_part(
     info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
 ) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`, its files read by `read`.
+    """Return the library's module of `info` in `dtype`. `read` reads the tensors from the file.
 
-    `resolution` in pixels overrides what `info` says. Raises CheckpointError for quantised weights, an
-    architecture that nothing tells, and for missing, unexpected, misshapen and non-finite tensors.
+    `resolution` (pixels) overrides the resolution of `info`. Raises CheckpointError for quantised weights, for an
+    unknown architecture, and for missing, unexpected, misshapen and non-finite tensors.
     """
     if info.quantised:
         raise CheckpointError(
@@ -388,10 +386,10 @@ def load_transformer(
 ) -> SanaTransformer2DModel:
     """Return SANA's transformer from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    `resolution` in pixels, if given, decides on the position embedding instead of what the checkpoint says. `reference`
-    is whose arithmetic it follows where the two codebases differ: "nvidia", "diffusers", or with "auto" that of the
-    file's layout. On the device "meta" its parameters have no numbers, and none are read. Raises CheckpointError,
-    MissingFileError or ReadError, with the file's name, for what is no whole SANA transformer.
+    `resolution` (pixels) overrides the checkpoint's resolution for the position embedding. `reference`: the codebase to
+    follow where they differ, "nvidia" or "diffusers"; "auto" follows the file. On the device "meta" the parameters have
+    no values, and none are read. Raises CheckpointError, MissingFileError or ReadError, with the file's name, if the
+    file is not a complete SANA transformer.
     """
     info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
     if torch.device(device).type == "meta":
@@ -407,8 +405,8 @@ def load_video_transformer(
 ) -> SanaVideoTransformer3DModel:
     """Return SANA-Video's transformer in evaluation mode, from diffusers' or NVIDIA's layout.
 
-    `reference` is as for `load_transformer`. Raises CheckpointError, MissingFileError or ReadError, with the file's
-    name, for what is no whole SANA-Video transformer, and VersionError where diffusers does not have it yet.
+    `reference`: see `load_transformer`. Raises CheckpointError, MissingFileError or ReadError, with the file's name, if
+    the file is not a complete SANA-Video transformer, and VersionError if diffusers does not have its class yet.
     """
     info = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
     return load_part(info, dtype).to(device)  # type: ignore[return-value]
@@ -422,9 +420,9 @@ def load_controlnet(
 ) -> SanaControlNetModel:
     """Return a SANA ControlNet in evaluation mode, from diffusers' or NVIDIA's layout.
 
-    `reference` is whose arithmetic it follows: "nvidia", with the base model's first block as `base_block`,
-    "diffusers", or with "auto" that of the file's layout. Raises CheckpointError or MissingFileError, with the file's
-    name, for what is no whole SANA ControlNet, and for "nvidia" where the file lacks that block.
+    `reference`: see `load_transformer`. With "nvidia" the module has the base model's first block as `base_block`.
+    Raises CheckpointError or MissingFileError, with the file's name, if the file is not a complete SANA ControlNet, or
+    if `reference` is "nvidia" and the file does not have this block.
     """
     info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     return load_part(info, dtype).to(device)  # type: ignore[return-value]
@@ -435,7 +433,8 @@ def load_autoencoder(
 ) -> AutoencoderDC:
     """Return SANA's DC-AE from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    Raises CheckpointError, MissingFileError or ReadError, with the file's name, for what is no whole DC-AE of SANA's.
+    Raises CheckpointError, MissingFileError or ReadError, with the file's name, if the file is not a complete SANA
+    DC-AE.
     """
     autoencoder = load_part(find_part(inspect_checkpoint(path), "autoencoder"), dtype).to(device)
     arrange_convolutions(autoencoder)
@@ -447,9 +446,8 @@ def load_text_encoder(
 ) -> TextEncoder:
     """Return tokenizer and Gemma 2 from any layout that `inspect_checkpoint` recognises, in evaluation mode.
 
-    `reference` is whose reading of prompts it follows; "auto" is as in `text_reference`. Raises CheckpointError,
-    MissingFileError or ReadError, with the file's name, for what is no whole Gemma 2, and for a tokenizer that is not
-    there.
+    `reference`: how to read prompts, see `text_reference`. Raises CheckpointError, MissingFileError or ReadError, with
+    the file's name, if the file is not a complete Gemma 2 or the tokenizer is missing.
     """
     info = inspect_checkpoint(path)
     part = find_part(info, "text_encoder")

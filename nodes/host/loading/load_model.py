@@ -37,35 +37,35 @@ class SanaConfig(comfy.supported_models_base.BASE):
 
     unet_config = {"disable_unet_model_creation": True}
     unet_extra_config = {}
-    # how ComfyUI names the components when it saves a checkpoint
+    # ComfyUI uses these prefixes when it saves a checkpoint.
     text_encoder_key_prefix = ["text_encoders."]
     vae_key_prefix = ["vae."]
 
     def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
-        """`info` is the transformer in `checkpoint`, `form` the format that its blocks are quantised to."""
+        """`info`: the transformer in `checkpoint`. `form`: the format to quantise its blocks to."""
         is_video = info.kind == "video_transformer"
         embedding = info.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
         inner = embedding.shape[0]
-        # FreeU reads it
+        # FreeU reads model_channels.
         super().__init__({**self.unet_config, "model_channels": inner})
         self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
         self.latent_format = video_format(embedding.shape[1]) if is_video else latent_format(checkpoint)
-        # fp16 overflows in SANA's weights but for the repositories made for it
+        # Most SANA weights overflow in fp16. Use fp16 only if the file is in fp16.
         half = [torch.float16] if info.dtype == torch.float16 else []
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
-        # ComfyUI finds the formats by the layers; it only wants to know that there are any
+        # ComfyUI reads the format of each layer itself. It only needs to know that some are quantised.
         self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
         self.text = describe(info, resolution, form)
-        # bytes a token and byte of dtype: three hidden tensors of the feed-forward and ten of the inner width
+        # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
         hidden = 2 * hidden_width(info.headers)
         cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
 def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
-    """Return what the transformer `info` is, in a line; `resolution` is the chosen one, `form` as for SanaConfig.
+    """Describe the transformer `info` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
 
-    It leaves out what is as expected: a size from the configuration, the reference of the layout.
+    The line omits the usual: that the size is from the configuration, and that the reference is the layout's.
     """
     size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
     pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
@@ -92,7 +92,7 @@ WEIGHT_DTYPES = {
 
 
 def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
-    """Return what a loaded model is, in a line for the user."""
+    """Describe a loaded model in one line for the user."""
     return patcher.model.model_config.text
 
 
@@ -106,13 +106,14 @@ def load_model(
 ) -> comfy.model_patcher.ModelPatcher:
     """Return the MODEL of a checkpoint.
 
-    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader; `resolution` in pixels and `reference` override
-    what the checkpoint says. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with
-    the file's name, for what is no SANA transformer, InputError for another choice.
+    `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader. `resolution` (pixels) and `reference` override
+    the checkpoint. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with the file's
+    name, if the file is not a SANA transformer, InputError for an unknown option.
     """
     check_name("weight_dtype", weight_dtype, WEIGHT_DTYPES)
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
+    # Before the file is read, so that a later change is noticed.
     reload = reloader(load_model, path)
     info = follow(find_transformer(checkpoint), reference)
     check_choice(quantise, weight_dtype, info.quantised)
@@ -139,14 +140,14 @@ def load_model(
     keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
     fit_core_nodes(patcher)
-    # videos have a mask for each prompt
+    # SANA-Video has a mask for each prompt, so it does not share one.
     if not isinstance(model, SanaVideoModel):
         follow_reference(patcher)
     return patcher
 
 
 def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
-    """Return what ComfyUI's samplers drive, around the library's `transformer`."""
+    """Wrap the library's `transformer` in the model class that ComfyUI's samplers call."""
     is_video = isinstance(transformer, SanaVideoTransformer3DModel)
     transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
     model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)

@@ -102,7 +102,7 @@ class SanaModel(comfy.model_base.BaseModel):
         return area * item * 0.01 * self.memory_usage_factor * 1024 * 1024
 
     def check_latent(self, field: str, shape: torch.Size) -> None:
-        """Raise InputError unless `shape` is that of latents of the model."""
+        """Raise InputError if latents of `shape` do not fit the model."""
         check_channels(field, shape)
         check_patches(field, shape, self.diffusion_model.config.patch_size)
 
@@ -164,7 +164,7 @@ def image_pixels(latents: torch.Tensor) -> tuple[int, int]:
 
 
 def timestep_scale(sampling) -> float:
-    """Return what timesteps of `sampling` are multiplied by; of ModelSamplingAuraFlow and -Flux they are sigmas."""
+    """Return the factor from `sampling`'s timesteps to 0...1000. ModelSamplingAuraFlow and -Flux use sigmas."""
     return TIMESTEPS / sampling.timestep(1.0)
 
 
