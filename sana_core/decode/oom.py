@@ -1,4 +1,4 @@
-"""What a decode does when memory runs out: it goes on with half the budget, and says so in the end."""
+"""Retry a decode with half the budget when memory runs out."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def without_first(rows: int, strips: Iterator[torch.Tensor]) -> Iterator[torch.T
 
 
 class OomRetry:
-    """Strips that go on with half the budget when memory runs out: the attention stages from the latents on, the local
-    ones from the last row. `report` says so."""
+    """Retries a decode in strips with half the budget when memory runs out.
+
+    The attention stages restart from the latents. The local stages resume at the row after the last finished one.
+    `report` lists the retries as events.
+    """
 
     def __init__(self, planner: Planner, plan: Plan, report: dict[str, Any]) -> None:
         self.planner, self.plan, self.report = planner, plan, report
         self.made: Workspace | None = None
 
     def workspace(self, like: torch.Tensor) -> Workspace:
-        """Return the workspace of the plan, made once."""
+        """Return the workspace of the plan. It is allocated once per plan."""
         if self.made is None:
             self.made = Workspace(like, self.plan.workspace)
         return self.made
@@ -49,8 +52,8 @@ class OomRetry:
     def shrink(self, failures: list[BaseException]) -> None:
         """Take half the budget after the one error in `failures`, and empty the list.
 
-        Raises the error if it is another one than memory, or if there is no smaller plan. In a list, because a frame
-        that holds what it raises is a cycle, and keeps all its tensors until the garbage collector comes.
+        Raises the error if memory was not the reason, or if there is no smaller plan. The error is in a list, because a
+        frame that refers to its own error keeps all tensors alive until the garbage collector runs.
         """
         self.made = None
         if not is_out_of_memory(failures[0]):
@@ -65,18 +68,18 @@ class OomRetry:
         self.report["events"].append(f"out of memory, went on with {self.report['plan']}")
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` makes, which begins again with half the budget each time that memory runs out."""
+        """Return the result of `work`. Each time that memory runs out, it starts again with half the budget."""
         while True:
             try:
                 return work()
             except Exception as error:
                 failures: list[BaseException] = [error]
-            # outside the handler, which would keep the failed work's tensors alive
+            # Outside the handler, which would keep the tensors of the failed work alive.
             self.shrink(failures)
 
     def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
         def attempt() -> RowPartition:
-            # from the latents on, for a block works in place
+            # Restart from the latents, because the blocks overwrite their map.
             x = project_latents(decoder, latents)
             for block, scale in global_blocks(decoder, stages):
                 x = global_block(block, x, self.plan.attention_rows, scale, self.workspace(latents), poll)
@@ -87,7 +90,7 @@ class OomRetry:
     def local_stage(
         self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, pixels [1, 3, n, W]) of the map `boundary`."""
+        """Yield (first row, pixels [1, 3, n, W]), decoded from the map `boundary`."""
         row = 0
         while row < boundary.height * stages.stride:
             failures: list[BaseException] = []

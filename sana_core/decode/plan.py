@@ -1,8 +1,8 @@
-"""How an image is decoded, and the bytes that takes: counted from the shapes, before anything is allocated.
+"""Plans of a decode, and their memory, computed from the shapes before anything is allocated.
 
-Bytes are those beyond weights, latents and output. Measured against real decodes in benchmarks/decode.json, and counted
-on accelerators in benchmarks/accelerator_counts.json. The workspace of an accelerator's convolutions is not in them:
-cuDNN does with less where there is none, and whoever gives the budget leaves a part of the free memory.
+Byte counts exclude weights, latents and output, and cuDNN's workspace. Leave some free memory when you choose a budget.
+benchmarks/decode.json compares the counts with real decodes, and benchmarks/accelerator_counts.json with the
+allocations on accelerators.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from .workspace import COPIES, CPU_PIECE, LayerShape, WorkspaceSize, buffer_elem
 UNBOUNDED = ("whole", "tiles")  # methods without a budget
 METHODS = ("auto", "strips", "tiles", "whole")
 LARGEST_BUDGET = 1024.0  # GB
-# rows of pixels in a strip, the preferred first: on a CPU they should stay near its caches, on an accelerator kernels
-# should be large
+# Rows of pixels in a strip, the preferred first. On a CPU a strip should fit into the caches. On an accelerator kernels
+# should be large.
 CPU_ROWS = (64, 32, 16, 8)
 ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
-# rows of latents that the attention stages take at a time, None for all of them at once: bit for bit the library's
-# attention on the CPU; more rows than these take as long there, and memory that an allocator keeps
+# Rows of latents that the attention stages process at a time. None: one attention sum over all rows, which is
+# bit-identical to diffusers on a CPU. More rows than PIECE take more memory there and are not faster.
 CPU_ATTENTION_ROWS = (None, PIECE)
-# of latents, up to which all rows at once are the fastest on a CPU: at 512 px, but not at 1024 px (decode.json)
+# Up to this number of latent cells, None is the fastest on a CPU: at 512 px, but not at 1024 px (decode.json).
 WHOLE_ATTENTION_CELLS = 512
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
-# the library's attention stage and the whole local stage hold so many times the stage's, or the finest stage's, map
+# Memory of an undivided decode, as a multiple of one map: the boundary map for the attention stages, and the finest map
+# for the local stages.
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_LOCAL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
 UNDIVIDED_SHUFFLE = {torch.float32: 4.5, torch.bfloat16: 6.0, torch.float16: 6.0}
-# the first map of a decoder without attention, with what it is made of
+# Decoders without attention: memory of the first map and its inputs, as a multiple of the map.
 FIRST_MAPS = 3
-# on a CPU, what oneDNN makes once: code and buffers, beside a few small tensors
+# CPU only: bytes of oneDNN's code and buffers, and of a few small tensors.
 ONCE = 15 * 10**6
 ALIGNED = 64  # elements
 MEBIBYTE = 2**20
@@ -47,24 +48,29 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """What `method` does, and its predicted peak."""
+    """A plan of `method`, and its predicted peak of memory."""
 
     method: str
-    rows: int = 0  # of the boundary map, completed by one strip
-    columns: int | None = None  # of the boundary map, in one panel; None for all
-    attention_rows: int | None = None  # of latents, at a time; None for all
-    tile: int = 0  # rows and columns of latents
+    # Rows of the boundary map per strip.
+    rows: int = 0
+    # Columns of the boundary map per panel. None: all.
+    columns: int | None = None
+    # Rows of latents that the attention processes at a time. None: one sum over all rows.
+    attention_rows: int | None = None
+    # Rows and columns of latents per tile, and their overlap.
+    tile: int = 0
     overlap: int = 0
     peak_bytes: int = 0
     workspace: WorkspaceSize = WorkspaceSize(0, 0, 0)
-    largest: int = 0  # elements of the largest tensor
+    # Elements of the largest tensor.
+    largest: int = 0
 
     @property
     def strip(self) -> StripSize:
         return StripSize(self.rows, self.columns)
 
     def words(self, stages: Stages) -> str:
-        """Return the plan as a person reads it."""
+        """Return the plan as text for the user."""
         if self.method == "whole":
             return "whole"
         if self.method == "tiles":
@@ -77,22 +83,22 @@ class Plan:
         return f"{strips}; attention {attention}"
 
     def report(self, stages: Stages) -> dict[str, object]:
-        """Return what the report of a decode says of the plan."""
+        """Return the entries of a decode's report about the plan."""
         return {"method": self.method, "plan": self.words(stages), "predicted_bytes": self.peak_bytes}
 
 
 class Demand(NamedTuple):
-    """What a stage needs, in elements: in each buffer of the workspace, kept in it, beside it, the largest tensor."""
+    """The memory that a stage needs, in elements."""
 
-    buffer: int
-    kept: int
-    beside: float
-    largest: int
+    buffer: int  # size of each of the workspace's two buffers
+    kept: int  # in the part of the workspace that keeps rows between strips
+    beside: float  # outside the workspace
+    largest: int  # the largest tensor
 
 
 def layer_shapes(stages: Stages) -> list[LayerShape]:
     """Return the shapes of the layers between the boundary map and the pixels, in the order in which they run."""
-    # an empty stage has only what makes RGB of the coarser one, or makes that of RGB
+    # An empty stage has only the convolution between RGB and the coarser stage.
     widths = [width if layers else 3 for width, layers in zip(stages.widths, stages.layers, strict=True)]
     shapes = [LayerShape(widths[0], 3, 3, carried=2)] if stages.layers[0] else []
     for stage, (inner, outer) in enumerate(itertools.pairwise([*widths[: stages.local], stages.boundary_width])):
@@ -114,9 +120,9 @@ def layer_shapes(stages: Stages) -> list[LayerShape]:
 def local_demand(
     stages: Stages, height: int, width: int, strip: StripSize, accelerator: bool, buffer: int = 0
 ) -> Demand:
-    """Return what the local layers need for a boundary map of `height` x `width`, in buffers of `buffer` or more.
+    """Return the memory of the local layers for a boundary map of `height` x `width`. `buffer`: smallest buffer size.
 
-    Each panel has a halo on both sides, and carries rows of its own.
+    Each panel has a halo on both sides and keeps its own rows between strips.
     """
     panels, panel = 1, width
     if strip.columns is not None:
@@ -135,7 +141,10 @@ def local_demand(
 
 
 def global_demand(stages: Stages, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
-    """Return what the attention stages need for a boundary map of `height` x `width`, `rows` rows at a time."""
+    """Return the memory of the attention stages for a boundary map of `height` x `width`.
+
+    `rows`: rows of latents at a time, or None. `item`: bytes of an element.
+    """
     buffer, beside, largest = 0, 0.0, 0
     if not stages.attends:
         return Demand(0, 0, 0, stages.boundary_width * height * width)
@@ -145,22 +154,25 @@ def global_demand(stages: Stages, height: int, width: int, rows: int | None, ite
         high = min(h, max((rows or PIECE) * stages.downscale // 2**stage, 0 if rows else -(-FEW_POSITIONS // w)))
         row, whole, own = channels * w, channels * h * w, 1 if stages.encodes else 2
         windows = [8 * (high + 6) * row, 2 * (h + 6) * row if rows is None else 0]
-        # of a strip, and of the map that it is upsampled to
+        # A strip, and the map that it is upsampled to.
         layer = own * (stages.rows_above + own * high + 2) * row
         buffer = max(buffer, -(-max(windows) // 2), layer)
-        # the map, which a block changes in place
+        # The blocks change the map in place.
         summed = (h if rows is None else high) * row
-        # with the weights of key and value in one
+        # The last term is the joined weights of key and value.
         held = attention_elements(stages.scales, summed, (high + 3) * row, item, accelerator) + 2 * channels**2
         beside = max(beside, whole + held)
         largest = max(largest, *windows)
-    # rows of keys, values, queries, and of what is gated
+    # `kept`: rows of keys, values and queries, and of the gated feed-forward.
     return Demand(buffer, 24 * stages.boundary_width * width, beside, largest)
 
 
 def resampled_elements(stages: Stages, height: int, width: int, rows: int, buffer: int, accelerator: bool) -> int:
-    """Return what is held beside a workspace of two `buffer`s while a map of the attention stages changes its
-    resolution: the map of either, and what the convolution makes at once. Other arguments are as in `global_demand`."""
+    """Return the elements outside the workspace while a map of the attention stages changes its resolution.
+
+    These are the maps of both resolutions and the temporary tensors of the convolution. `buffer`: elements of each of
+    the workspace's two buffers.
+    """
     most, piece = 0, piece_elements(buffer, accelerator)
     for stage in range(stages.local, len(stages.widths) - 1):
         fine, coarse = stages.widths[stage : stage + 2]
@@ -177,23 +189,25 @@ def resampled_elements(stages: Stages, height: int, width: int, rows: int, buffe
 
 
 def attention_elements(scales: int, summed: int, strip: int, item: int, accelerator: bool) -> float:
-    """Return what a block holds beside its map and the workspace, of which it sums `summed` elements at once, and takes
-    `strip` then."""
+    """Return the elements that an attention block holds outside its map and the workspace.
+
+    It sums `summed` elements at once, and then computes its output for `strip` elements at a time.
+    """
     fp32 = 4 / item
-    # of each further scale keys and values; one scale's in fp32, and its values with a row of ones
+    # Keys and values of each further scale. One scale is in fp32, and its values have a row of ones.
     sums = summed * (2 * (scales - 1) + (1 if fp32 == 1 and not accelerator else 3) * fp32)
     if accelerator:
-        # queries and what comes of them, of all scales in fp32; or what is gated
+        # Queries and outputs of all scales in fp32, or the gated feed-forward.
         return max(sums, strip * max(1 + 2.03 * scales * fp32, 7))
     piece = min(8 * strip, CPU_PIECE)
     return max(sums + piece, 6 * strip, 3 * strip + 1.7 * piece)
 
 
 def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
-    """Return what the undivided decode needs for a boundary map of `height` x `width`."""
+    """Return the memory of an undivided decode for a boundary map of `height` x `width`."""
     pixels = height * width * stages.stride**2
     if stages.shuffles and not stages.layers[0]:
-        # the finest map, at half the resolution, is what the last upsampling makes too
+        # The finest map has half the image's resolution. The last upsampling also has a map of this size.
         finest = stages.widths[1] * pixels / 4
         pairs = zip(stages.widths[1:], stages.widths[2:], strict=False)
         weights = 0 if accelerator else max(9 * COPIES * above * 4 * channels for channels, above in pairs)
@@ -206,8 +220,8 @@ def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, ac
 class Planner:
     """Plans for one image of `height` x `width` rows and columns of latents, the fastest first.
 
-    With `same_bits` a plan that gives the library's bits goes before a faster one. Of several devices that share a
-    image out, each needs no more than one alone.
+    `same_bits`: prefer plans with the bits of diffusers to faster plans. If several devices share an image, each of
+    them needs at most the memory of a single device.
     """
 
     def __init__(
@@ -224,7 +238,7 @@ class Planner:
         self.height, self.width = height * stages.scale, width * stages.scale
 
     def strips(self, max_bytes: float) -> Plan:
-        """Return the best plan in strips within `max_bytes`. Raises InputError if none is."""
+        """Return the fastest plan in strips within `max_bytes`. Raises InputError if no plan fits."""
         plan = self.fitting(max_bytes)
         if plan is None:
             floor = self.floor().peak_bytes
@@ -239,7 +253,7 @@ class Planner:
         return next((plan for plan in self.plans() if plan.peak_bytes <= max_bytes), None)
 
     def floor(self) -> Plan:
-        """Return the fastest of the plans that need the least."""
+        """Return the plan with the smallest peak. Of several, it is the fastest."""
         return min(self.plans(), key=lambda plan: plan.peak_bytes)
 
     def plans(self) -> Iterator[Plan]:
@@ -247,25 +261,25 @@ class Planner:
         own = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]
         heads = ACCELERATOR_ATTENTION_ROWS if self.accelerator else own
         sizes = list(self.strip_sizes())
-        # large strips go before much attention at once, but for the library's bits
+        # Accelerators prefer large strips to more attention rows. CPUs prefer the attention with the bits of diffusers.
         pairs = itertools.product(sizes, heads) if self.accelerator else ((b, a) for a in heads for b in sizes)
         found = (self.of(strip, head) for strip, head in pairs)
         yield from (plan for plan in found if plan.largest < LARGEST_TENSOR)
 
     def of(self, strip: StripSize, attention_rows: int | None) -> Plan:
-        """Return the plan of strips of that size, whose attention takes `attention_rows` rows of latents at a time."""
+        """Return the plan for strips of this size. `attention_rows`: rows of latents that attention takes at a time."""
         size, item = (self.stages, self.height, self.width), self.dtype.itemsize
         first = global_demand(*size, attention_rows, item, self.accelerator)
         last = local_demand(*size, strip, self.accelerator, first.buffer)
         boundary = self.stages.boundary_width * self.height * self.width
-        # both buffers begin where vectors of any type do
+        # Round up, so that both buffers are aligned for vectors.
         workspace = WorkspaceSize(
             -(-last.buffer // ALIGNED) * ALIGNED, max(first.kept, last.kept), self.stages.rows_above
         )
         resampled = resampled_elements(*size, attention_rows or PIECE, workspace.buffer, self.accelerator)
         elements = 2 * workspace.buffer + workspace.kept + max(first.beside, resampled, boundary + last.beside)
         if not self.stages.attends:
-            # before there is a workspace
+            # These maps exist before the workspace.
             elements = max(elements, FIRST_MAPS * boundary)
         peak = int(elements * item) + (0 if self.accelerator else ONCE)
         largest = max(first.largest, last.largest)
@@ -273,7 +287,7 @@ class Planner:
         return Plan("strips", *sizes, peak_bytes=peak, workspace=workspace, largest=largest)
 
     def strip_sizes(self) -> Iterator[StripSize]:
-        """Yield what strips may be, the fastest first."""
+        """Yield the possible sizes of strips, the fastest first."""
         pixels = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
         least = self.stages.strip_rows(1)
         options = [size // self.stages.stride for size in pixels if size >= least * self.stages.stride]
@@ -285,7 +299,7 @@ class Planner:
                 return
 
     def whole(self) -> Plan:
-        """Return the undivided plan. Raises InputError where a tensor of it has 2^31 elements."""
+        """Return the undivided plan. Raises InputError if it has a tensor of 2^31 elements or more."""
         demand = whole_demand(self.stages, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise InputError(
@@ -298,13 +312,13 @@ class Planner:
         """Return the plan of tiles of `tile` rows and columns of latents."""
         h, w = (min(side, tile * self.stages.scale) for side in (self.height, self.width))
         demand = whole_demand(self.stages, h, w, self.dtype, self.accelerator)
-        # a row of tiles is added up in fp32
+        # A row of tiles is blended in fp32.
         band = 3 * h * self.width * self.stages.stride**2 * 4
         return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.beside * self.dtype.itemsize + band))
 
 
 def smaller(planner: Planner, plan: Plan) -> Plan | None:
-    """Return a plan with half the budget of `plan`, at least the floor; None if `plan` is that already."""
+    """Return a plan with half the budget of `plan`, but at least the floor. None if `plan` is already the floor."""
     floor = planner.floor()
     if plan.peak_bytes <= floor.peak_bytes:
         return None

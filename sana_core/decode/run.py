@@ -1,4 +1,4 @@
-"""Latents to pixels: which plan, image after image, and on after memory ran out."""
+"""Decode latents: choose a plan, decode each image, continue after running out of memory."""
 
 from __future__ import annotations
 
@@ -39,18 +39,16 @@ TILES = Tiles(1024, 128)
 
 
 class DecodeOptions(NamedTuple):
-    """How latents are decoded; the first five fields are the arguments of `decode_latents`.
-
-    `progress` gets the pixel rows that are done, and those in all. `free_bytes` returns the bytes that a decode may
-    allocate on a device; it is used with `devices` and without `max_bytes`.
-    """
+    """Options of a decode. The first five fields are the arguments of `decode_latents`."""
 
     method: str = "auto"
     max_bytes: int | None = None
     devices: Sequence[str | torch.device] | None = None
     tiles: Tiles = TILES
     poll: Poll = no_poll
+    # Called with (done, total), in pixel rows.
     progress: Progress | None = None
+    # The bytes that a decode may allocate on a device. Used with `devices` and without `max_bytes`.
     free_bytes: Callable[[torch.device], int] = free_bytes
 
 
@@ -68,12 +66,12 @@ def decode_latents(
 ) -> torch.Tensor:
     """Return images [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
 
-    "strips" and "whole" give the same pixels, "tiles" blends `tiles`, each with statistics of its own. "auto" is the
-    fastest exact plan within `max_bytes` of memory beyond weights, latents and images; without it, within what is
-    free. On a CPU "strips" gives the bits of "whole" in float32 where memory allows it, "auto" of up to 512 cells of
-    latents. `devices` decode each image together, and the images are on the CPU then. A device that fails is left out.
-    `poll` is called many times a strip and cancels by raising. `report` is filled with what was done. Raises InputError
-    for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
+    "strips" and "whole" give the same pixels. "tiles" blends `tiles`, and each tile has its own statistics. "auto": the
+    fastest exact plan within `max_bytes`, by default 90 % of the free memory. These bytes exclude weights, latents and
+    images. On a CPU in float32, "strips" has the same bits as "whole" if memory allows; "auto" does up to 512 latent
+    cells. `devices` decode each image together, and the images are then on the CPU. A device that fails is left out.
+    `poll` is called many times per strip and cancels by raising. `report` is filled with the plan, time and memory.
+    Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
     scale = decoder_stages(autoencoder).downscale

@@ -1,4 +1,4 @@
-"""What of a DC-AE is global and what is local: the shapes that strips are planned and cut by."""
+"""The global and the local part of a DC-AE, as shapes for planning."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Stages(NamedTuple):
-    """One half of a DC-AE, its stages in the order of their resolution, the finest first.
+    """The stages of the encoder or the decoder of a DC-AE, from the finest to the coarsest resolution.
 
-    The `local` finest stages hold convolutions only. Between them and the attention stages lies the one map that a
-    decode in strips keeps whole: `boundary_width` channels at 1 / `stride` of the image's resolution. The decoder of
-    DC-AE-Lite has no attention; its boundary map is what the first convolution makes of the latents.
+    The `local` finest stages have only convolutions. The boundary map is between them and the attention stages. It is
+    the only map that a decode in strips holds whole: `boundary_width` channels at 1 / `stride` of the image's
+    resolution. The decoder of DC-AE-Lite has no attention. Its boundary map is the output of the first convolution.
     """
 
     widths: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The exact decode in strips of rows.
 
-The attention stages make one map at 1/8 of the resolution; where there are none, the first convolution makes one at
-1/32. Everything after it is local, and goes strip by strip through all layers to finished pixels, each convolution
-carrying its last rows to the next strip.
+The attention stages compute the boundary map at 1/8 of the resolution. In a decoder without attention, the first
+convolution computes it at 1/32. All later layers are local. Each strip passes through all of them to finished pixels,
+and each convolution keeps its last rows for the next strip.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .workspace import Strip, Workspace, chunks
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import Decoder
 
-# Rows of latents whose positions the attention sums at once. Part of the result: sums in other pieces round otherwise.
+# Rows of latents that the attention sums at once. Another value would change the rounding of the result.
 PIECE = 2
-# positions of a map, so that no kernel for a few of them is chosen
+# Fewest positions in a strip. With fewer, torch chooses other kernels.
 FEW_POSITIONS = 64
 
 
 def project_latents(decoder: Decoder, latents: torch.Tensor) -> RowPartition:
-    """Return what the decoder's stages begin with, [B, C, h, w] of `latents` [B, 32, h, w]."""
+    """Return the input [B, C, h, w] of the decoder's stages, from `latents` [B, 32, h, w]."""
     x = decoder.conv_in(latents)
     if decoder.in_shortcut:
         x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
@@ -47,7 +47,7 @@ def project_latents(decoder: Decoder, latents: torch.Tensor) -> RowPartition:
 
 
 def global_blocks(decoder: Decoder, stages: Stages) -> Iterator[tuple[Block, int]]:
-    """Yield the blocks before the boundary map, and the rows that they have for one row of latents."""
+    """Yield each block before the boundary map, and the rows of its map per row of latents."""
     for stage in reversed(range(stages.local, len(stages.widths))):
         scale = stages.downscale // 2**stage
         for block in decoder.up_blocks[stage]:
@@ -59,15 +59,17 @@ def is_attention(block: Block) -> bool:
 
 
 def runs_undivided(block: Block, x: RowPartition) -> bool:
-    """Whether diffusers computes the attention of so few positions position by position, or convolves a single one."""
+    """Return whether to call diffusers directly: it uses another algorithm for very few positions."""
     return x.height * x.width <= (block.attn.attention_head_dim if is_attention(block) else 1)
 
 
 def global_block(
     block: Block, x: RowPartition, rows: int | None, scale: int, workspace: Workspace, poll: Poll
 ) -> RowPartition:
-    """Return `block` of the whole map `x`, which it uses up, with `rows` rows of latents at a time; `scale` is the rows
-    of the map for one of them. None are few rows, but all in the sums of attention, for the library's bits on a CPU.
+    """Run a block on the whole map, `rows` latent rows at a time; `x` is overwritten.
+
+    None: few rows at a time, but one attention sum, with diffusers' bits on a CPU. `scale`: rows of the map per row of
+    latents.
     """
     poll()
     height = x.height
@@ -79,7 +81,7 @@ def global_block(
         summed = (height, height) if rows is None else (high, PIECE * scale)
         scores = ordered_sum(score_pieces(block.attn, x, range(height), *summed, workspace, poll))
         workspace.used = 0
-        # in place: what comes out lies above what is still read
+        # In place, because finished rows are above all rows that are still read.
         top = 0
         for part in attend_rows(block, x, scores, range(height), high, workspace, poll):
             x.write(top, 0, part)
@@ -92,7 +94,7 @@ def global_block(
 def convolved(
     block: Block, x: RowPartition, whole: RowPartition, rows: int, workspace: Workspace, poll: Poll
 ) -> RowPartition:
-    """Return a block of convolutions of `x`, which is `whole` or a part of it, with `rows` rows at a time."""
+    """Run a block of convolutions on `x`, `rows` rows at a time. `x` is `whole` or a part of it."""
     layer = local_layer(block, (whole.height, whole.width))
     parts = (
         run([layer], workspace.put(x.rows(top, bottom)), bottom == x.height, workspace, poll).rows
@@ -102,7 +104,7 @@ def convolved(
 
 
 def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of `pieces` from the first to the last: floats added in another order round otherwise."""
+    """Return the sum of `pieces` from the first to the last. Another order would round differently."""
     total = next(pieces)
     for piece in pieces:
         total += piece
@@ -110,7 +112,7 @@ def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def fill(height: int, parts: Iterator[torch.Tensor]) -> RowPartition:
-    """Return a map of `height` rows made of `parts` from top to bottom."""
+    """Join `parts`, from top to bottom, to a map of `height` rows."""
     first = next(parts)
     out, top = empty_partition(first, first.shape[1], height, first.shape[3]), 0
     for part in itertools.chain([first], parts):
@@ -120,7 +122,7 @@ def fill(height: int, parts: Iterator[torch.Tensor]) -> RowPartition:
 
 
 def output_size(block: Block, side: int) -> int:
-    """Return how many rows or columns `block` makes of `side`."""
+    """Return the rows or columns of the output of `block` for `side` rows or columns."""
     if hasattr(block, "interpolate"):
         return 2 * side
     return side // 2 if hasattr(block, "downsample") else side
@@ -147,10 +149,10 @@ def local_layers(decoder: Decoder, stages: Stages, height: int, width: int) -> l
 
 
 class StripSize(NamedTuple):
-    """Rows of the boundary map in one strip, and columns of it in one panel, None for all."""
+    """The size of a strip, in rows and columns of the boundary map."""
 
     rows: int
-    columns: int | None = None
+    columns: int | None = None  # per panel; None: all
 
 
 def pixel_rows(
@@ -162,13 +164,13 @@ def pixel_rows(
     workspace: Workspace,
     poll: Poll,
 ) -> Iterator[torch.Tensor]:
-    """Yield the pixels [1, 3, n, W] of the rows in `span` of the map `boundary`, top to bottom, strip by strip.
+    """Yield the pixels [1, 3, n, W] for the rows `span` of the map `boundary`, from top to bottom, strip by strip.
 
-    Panels beside each other need a halo, whole rows of the map need none.
+    Adjacent panels need a halo. Strips of whole rows need none.
     """
     height, width = boundary.height, boundary.width
     halo, stride, columns = stages.halo, stages.stride, strip.columns or width
-    # rows beyond the halo cannot reach these pixels; what the zeros there spoil is cut off
+    # Rows beyond the halo do not affect these pixels. The rows that the zero padding spoils are cut off below.
     low, high = max(0, span.start - halo), min(height, span.stop + halo)
     capacity = stages.strip_rows(min(strip.rows, high - low))
     panels, workspace.used = [], 0
@@ -182,7 +184,7 @@ def pixel_rows(
         rows = workspace.strip(0, boundary.parts[0].shape[1], bottom - top, end - begin)
         boundary.read_into(rows.rows, top, begin)
         for done in flow(layers, rows, bottom == high, capacity, workspace, poll):
-            # a copy, for the next panel and the next strip use the workspace again
+            # A copy, because the next panel and the next strip overwrite the workspace.
             yield done.rows[..., left:right].clone()
 
     row = low * stride
@@ -199,10 +201,10 @@ def pixel_rows(
 def flow(
     layers: list[Layer], strip: Strip, last: bool, capacity: int, workspace: Workspace, poll: Poll
 ) -> Iterator[Strip]:
-    """Yield what comes out of `layers` when `strip` goes in: nothing or one strip, but for the last rows of an image.
+    """Run `strip` through `layers`. Yields no strip or one strip, and for the last rows of an image perhaps several.
 
-    With those every layer completes the rows that it was behind. Where that would be more than the workspace holds, of
-    `capacity` rows of the map that goes in, the strip goes on first, and what the layers have kept follows.
+    With the last rows, each layer also completes the rows that it had kept back. If the workspace cannot hold them all,
+    the strip passes on first, and the kept rows follow. `capacity`: rows of the input map that the workspace can hold.
     """
     for index, layer in enumerate(layers):
         poll()

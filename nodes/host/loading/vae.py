@@ -62,7 +62,7 @@ class SanaAutoencoder(AutoencoderDC):
         # ComfyUI calls this once for each group of images that fits into memory.
         reports: list[Json] = options.pop("reports", [])
         report: Json = {}
-        # a layer's strip takes a CPU seconds
+        # On a CPU one layer of a strip takes seconds, so poll inside it.
         with Polled(poll) if weights.device.type == "cpu" else nullcontext():
             decode_into(output_buffer, self, z, DecodeOptions(**options), report)
         check_decoded(output_buffer, z, sum(earlier["images"] for earlier in reports))
@@ -131,7 +131,7 @@ def check_pixels(pixels: torch.Tensor) -> None:
 
 
 def budget(planner: Planner, device: torch.device) -> int:
-    """Return what work may take of `device`: of its free memory, but never less than it can do with."""
+    """Return the memory budget: 90 % of the free memory, but at least the smallest plan."""
     return max(int(free_memory(device) * BUDGET), planner.floor().peak_bytes)
 
 
@@ -199,7 +199,8 @@ class SanaVAE(comfy.sd.VAE):
 def load_vae(source: Source) -> comfy.sd.VAE:
     """Return the VAE of a checkpoint.
 
-    Raises CheckpointError or MissingFileError, with the file's name, for what is no DC-AE and no VAE of SANA-Video.
+    Raises CheckpointError or MissingFileError, with the file's name, if the file is not a SANA or SANA-Video
+    VAE.
     """
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
@@ -216,8 +217,8 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     # Functions for the pixel-space VAE, which would hide the methods.
     del vae.memory_used_decode, vae.memory_used_encode
 
-    # not adopted, nor under dynamic VRAM: strips use the weights many times, so all 0.6 GB stay on the device, and
-    # ComfyUI does not bring them over again for each image
+    # These layers are not ComfyUI's and do not use dynamic VRAM. Strips use each weight many times, so all 0.6 GB stay
+    # on the device.
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
         autoencoder = load_part(info, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
@@ -231,7 +232,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
     remember_loader(vae.patcher, reload, path)
     keep_on_device(vae.patcher)
-    # for the device that they are on by then
+    # Arrange the convolutions after each load, because the device may have changed.
     vae.patcher.add_callback_with_key(
         CallbacksMP.ON_LOAD, "sana_arrange", lambda patcher, *load: arrange_convolutions(patcher.model)
     )
@@ -258,7 +259,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
         options["max_bytes"] = int(budget_gb * 1e9)
     if every:
         options["devices"] = every
-        # the others get a copy of the decoder for as long as it decodes
+        # Each other device needs room for a copy of the decoder.
         memory = vae.patcher.model_size() + vae.memory_used_decode(samples.shape, vae.vae_dtype)
         for device in every:
             if device != vae.device:
@@ -300,7 +301,7 @@ def load_for_decode(vae: comfy.sd.VAE, shape: torch.Size) -> None:
 def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch.Tensor:
     """Return the IMAGE of `samples` by SANA's `vae`, which is loaded, in a thread that must not touch ComfyUI's lists.
 
-    The bar is the caller's. Raises what means that memory ran out where ComfyUI would try again in tiles.
+    The caller shows the progress. Raises the out-of-memory error. ComfyUI would retry with tiles.
     """
     autoencoder = vae.first_stage_model
     shape = autoencoder.decode_output_shape(samples.shape)
