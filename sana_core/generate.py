@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `sana_core.batch.pipeline.SamplingSettings`, which says what they mean."""
+    """Fields of `sana_core.batch.pipeline.SamplingSettings`, which documents them."""
 
     width: int
     height: int
@@ -59,7 +59,7 @@ class InputOptions(TypedDict, total=False):
 
 
 class Options(SamplingOptions, InputOptions, total=False):
-    """All that `generate` takes besides."""
+    """All keyword options of `generate`."""
 
     best: int | None
     of: int | None
@@ -81,17 +81,19 @@ def generate(
 ) -> torch.Tensor:
     """Return images [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
-    A single string is one prompt. Image i of each prompt uses seed + i, so it is the same alone and in a batch. All of
-    `devices` work; None stands for every accelerator of this machine, or its CPU. `cluster` is the address of a Ray
-    cluster, "auto", or a `sana_core.cluster.connection.ClusterSettings`: its GPUs work instead. With `split` all
-    `devices` share each image.
+    A single string is one prompt. Image i of each prompt uses seed + i, so it is the same alone and in a batch.
 
-    `options` are the fields of `sana_core.batch.pipeline.SamplingSettings`, like width, steps and guidance; `chunk`,
-    how many images a device generates at once, None and 0 for as many as fit; `say`, which is told what a cluster waits
-    for; and, as in diffusers' SanaPipeline: `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from
-    `encode_prompts`, and None as `prompts`; `negative_prompt_embeds` with its mask; `latents`
-    [N, 32, height / 32, width / 32], the noise that the images begin with. `callback` is called after each step with a
-    `Step`: step, sigma, latents, images.
+    `devices` work in parallel; None: all accelerators, or the CPU. `cluster`: use its GPUs instead. It is the address
+    of a Ray cluster, "auto", or a `sana_core.cluster.connection.ClusterSettings`. `split`: all devices share each
+    image.
+
+    `options` are the fields of `sana_core.batch.pipeline.SamplingSettings`, like width, steps and guidance. Also:
+    `chunk`: how many images a device generates at once; None or 0: as many as fit. `say`: called with a line while the
+    run waits for the cluster. `callback`: called after each step with a `Step`: step, sigma, latents, images.
+
+    As in diffusers' SanaPipeline: `prompt_embeds` [P, T, C] with `prompt_attention_mask` [P, T], from `encode_prompts`,
+    and None as `prompts`; `negative_prompt_embeds` with its mask; `latents` [N, 32, height / 32, width / 32], the noise
+    that the images begin with.
 
     With `best`, `of` and `scorer`, the images are those of `generate_best`; `report`, a dict, gets "picked": prompt,
     seed, score and rank of each.
@@ -259,8 +261,10 @@ def find_backend(
     described: Json | None = None,
     shared: Hold | None = None,
 ) -> Backend:
-    """Return what generates a workload: the cluster's GPUs or `devices`. `report` gets what each has made, and a
-    cluster's images come as `described` and `shared` say in `generate_on_cluster`."""
+    """Return the function that generates a workload on the cluster's GPUs, or on `devices`.
+
+    `report` counts the images of each worker. `described` and `shared`: see `generate_on_cluster`.
+    """
     if cluster is None:
         return lambda workload, how: generate_local(workload, checkpoint, how, devices, report=report)
     from .cluster.batch import generate_on_cluster

@@ -53,9 +53,9 @@ class Embeds(NamedTuple):
 def encoded_prompts(
     embeds: Embeds, settings: SamplingSettings, checkpoint: Source, devices: Sequence[str | torch.device] | None
 ) -> tuple[Mapping[str, Embedding], Embedding]:
-    """Return the prompts of `embeds` by a name for each, and the negative one, all on the CPU.
+    """Return {name: embedding} and the negative embedding, on the CPU.
 
-    Where a negative prompt is wanted and not given, that of `settings` is encoded on the first of `devices`. Raises
+    If the negative prompt is needed and missing, encode `settings.negative_prompt` on the first device. Raises
     InputError as `Embeds.check` does, and what `load_encoder` does.
     """
     embeds.check(checkpoint)

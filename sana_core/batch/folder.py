@@ -103,7 +103,7 @@ class OutputFolder:
             what = "made by another version of sana_core, which described them otherwise"
         if prompt is not None and entry.get("prompt") != prompt:
             what = f"prompt {entry.get('prompt')!r:.60}"
-        return InputError(f"out: {file} is of another prompt or other settings ({what}); choose another folder")
+        return InputError(f"out: {file} has another prompt or other settings ({what}); choose another folder")
 
     def is_claimed(self, image: ImageSpec) -> bool:
         """Whether an earlier run has generated or was going to generate this image.

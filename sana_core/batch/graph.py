@@ -12,7 +12,7 @@ from ..runtime.text import Json
 
 # the PNG's text entry that ComfyUI reads
 ENTRY = "prompt"
-# no input, but a widget of the canvas: so the next Run generates the same image and not that of another seed
+# A widget, not an input. "fixed": the next run generates the same image.
 FIXED = {"control_after_generate": "fixed"}
 
 Link = list[str | int]

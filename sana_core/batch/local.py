@@ -279,7 +279,7 @@ def locked(lock: threading.Lock, poll: Poll) -> Iterator[None]:
 
 
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
-    """Return the devices of that name; without any, every accelerator of this machine, or its CPU.
+    """Return `devices` as torch devices. None: all accelerators, or the CPU.
 
     A device that this machine lacks is left out with a log. Raises InputError where none is left, and for names that
     torch does not know.

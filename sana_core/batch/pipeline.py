@@ -58,7 +58,7 @@ class SamplingSettings(NamedTuple):
     pag_scale: float = 0.0
     # The blocks that it perturbs, like "8" or "7,8".
     pag_blocks: str = ""
-    # Guidance acts between these shares of the sampling.
+    # Guidance is on between these shares of the sampling.
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     dtype: str = "float32"
     compiled: bool = False

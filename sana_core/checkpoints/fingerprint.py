@@ -1,4 +1,4 @@
-"""What a checkpoint brings to its images, in digests that tell one machine from another."""
+"""Digests of everything in a checkpoint that changes images."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Generate many images of many prompts on every device, or on a Ray cluster.
 
-Each image is written as it finishes. A run that was interrupted goes on where it was when it is started again.
+Each image is written as soon as it is finished. An interrupted run resumes when you start it again.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def run(arguments: argparse.Namespace) -> None:
     settings = resolve_settings(settings_of(arguments), checkpoint)
     show_scheduler(checkpoint)
     make_folder(arguments.out)
-    # a folder of another program is left as it is
+    # Check that the folder is not another program's.
     read_manifest(arguments.out)
     with hold(arguments.out) as held:
-        carry_on(arguments, workload, settings, held, best)
+        generate_missing(arguments, workload, settings, held, best)
 
 
-def carry_on(
+def generate_missing(
     arguments: argparse.Namespace, workload: Workload, settings: SamplingSettings, held: Hold, best: Best | None
 ) -> None:
-    """Generate what is not in the folder yet."""
+    """Generate the images that do not exist yet."""
     with progress_line() as show:
 
         def show_reading(count: int, total: int) -> None:
@@ -106,7 +106,7 @@ def carry_on(
         workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
         there = len(workload.done) // best.of * best.keep
     if there:
-        sys.stdout.write(f"{there} of {total} images are there already\n")
+        sys.stdout.write(f"{there} of {total} images exist\n")
     started = time.monotonic()
     report = WorkerReport()
     run = BatchRun(folder, Progress(total, there), report, str(arguments.checkpoint))
@@ -127,7 +127,7 @@ def carry_on(
         if isinstance(error, DiskError):
             raise OutputError(
                 f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
-                "images are there, the same command makes the rest"
+                "images exist; run the same command for the rest"
             ) from error
         raise
     folder.write_manifest()
@@ -224,6 +224,6 @@ def generate_results(
                 there = len(workload.done) + sum(report.finished.values())
                 # Some images of an unfinished chunk may already be on disk.
                 show_status(
-                    f"at least {there} of {len(workload.images)} images are there; the same command makes the rest"
+                    f"at least {there} of {len(workload.images)} images exist; run the same command for the rest"
                 )
             raise

@@ -35,7 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
     parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
     parser.add_argument("--split", action="store_true", help="all devices of this machine share each image")
-    parser.add_argument("--frames", type=int, help="a video of so many, by SANA-Video; --out is its file, as clip.mp4")
+    parser.add_argument(
+        "--frames", type=int, help="number of frames of the video, by SANA-Video; --out is its file, as clip.mp4"
+    )
     parser.add_argument("--first", type=path_of, help="the image that the video begins with")
     add_sampling_options(parser)
 

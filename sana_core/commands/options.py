@@ -1,4 +1,4 @@
-"""What `generate` and `batch` both take: which images, how they are generated, and with which devices."""
+"""Options of `generate` and `batch`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options whose values `cluster_of` reads."""
     add = parser.add_argument
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
-    add("--gpus", type=int, help="of the cluster, at most so many; default: all")
+    add("--gpus", type=int, help="of the cluster, at most N GPUs; default: all", metavar="N")
     add("--gpus-per-worker", type=float, default=1.0, help="of the cluster, for each process: 0.5 for two on a GPU")
     add(
         "--resource",
@@ -101,14 +101,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def path_of(text: str) -> Path:
-    """Return the path that is entered. An empty one, as of a variable that is not set, would be the current folder."""
+    """Return the path. Refuse an empty path: an unset shell variable would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("got an empty path, expected the path of a file or folder")
     return Path(text)
 
 
 def resource_of(text: str) -> tuple[str, float]:
-    """Return name and amount of "NAME=AMOUNT", a thousandth where none is said: many processes share one."""
+    """Parse "NAME=AMOUNT". The default is 0.001, so that many processes fit."""
     name, said, amount = text.partition("=")
     return name, float(amount) if said else 0.001
 
@@ -142,7 +142,7 @@ def lora_of(text: str) -> tuple[str, float]:
 
 
 def choose_dtype(arguments: argparse.Namespace) -> str:
-    """Return the dtype that is asked for, or suits the devices; where there are accelerators, say which."""
+    """Return the chosen dtype or a suitable one, and print it if there are accelerators."""
     if arguments.cluster is not None:
         return arguments.dtype or "float32"
     devices = local_devices(arguments.devices)

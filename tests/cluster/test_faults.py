@@ -141,7 +141,7 @@ def test_a_head_that_dies_ends_a_command_of_ray_client_within_a_minute(cluster, 
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 1 and time.monotonic() - killed < 60
     assert "cluster: lost the head at ray://127.0.0.1:" in said and "Traceback" not in said
-    assert re.search(r"at least \d+ of 60 images are there; the same command makes the rest", said)
+    assert re.search(r"at least \d+ of 60 images exist; run the same command for the rest", said)
 
 
 @pytest.mark.timeout(400)
@@ -178,8 +178,8 @@ def test_a_full_shared_disk_ends_the_run_with_a_hint_and_costs_no_picture(words,
     assert re.search(
         r"out: cannot write into .*/out \(No space left on device\); see its rights and its disk$", full.strip()
     )
-    (number,) = re.findall(r"^at least (\d+) of 60 images are there; the same command makes the rest$", full, re.M)
-    (found,) = re.findall(r"^(\d+) of 60 images are there already$", rest, re.M)
+    (number,) = re.findall(r"^at least (\d+) of 60 images exist; run the same command for the rest$", full, re.M)
+    (found,) = re.findall(r"^(\d+) of 60 images exist$", rest, re.M)
     assert 0 < int(number) <= int(found) < 60
     here = {name: hashlib.sha256(content).hexdigest() for name, content in files(tmp_path / "here").items()}
     assert json.loads(drawn) == here

@@ -268,7 +268,7 @@ def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, c
     assert len(here) == 9
     (out / "00001_2.png").unlink()
     assert main(command("--out-shared")) == 0
-    assert "7 of 8 images are there already" in capsys.readouterr().out
+    assert "7 of 8 images exist" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.iterdir()} == here
     # as the driver would have written them
     assert main(command("--out", str(tmp_path / "there"))) == 0
@@ -290,7 +290,7 @@ def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, co
     wait_for_no_actors()
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
     assert main(command("--out-shared", steps=20)) == 0
-    assert f"{len(before)} of 8 images are there already" in capsys.readouterr().out
+    assert f"{len(before)} of 8 images exist" in capsys.readouterr().out
     assert len(list(out.iterdir())) == 9
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

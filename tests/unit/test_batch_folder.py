@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
         (made / name).write_bytes(data)
     code, out, err = batch()
     assert code == 0, err
-    assert f"{len(before)} of 8 images are there already" in out
+    assert f"{len(before)} of 8 images exist" in out
     assert out.count(".png (") == 8 - len(before)
     after = files(made)
     assert {name: after[name] for name in before} == before
@@ -153,7 +153,7 @@ def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(made, 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"steps": 5}, "is of another prompt or other settings (steps 4); choose another folder"),
+        ({"steps": 5}, "has another prompt or other settings (steps 4); choose another folder"),
         ({"prompts": "other.txt"}, "other settings (prompt 'a red circle on a blue background'); choose"),
     ],
 )
@@ -460,7 +460,7 @@ def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch
     monkeypatch.setattr(OutputFolder, "write", write)
     code, out, err = batch()
     written = len(files(made))
-    assert code == 1 and f"cannot write into out (No space left on device); {written} of 8 images are there" in err
+    assert code == 1 and f"cannot write into out (No space left on device); {written} of 8 images exist" in err
     assert out.count(".png (") == written - 2 and len(err.splitlines()) == 1
     assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == written
 
@@ -486,7 +486,7 @@ def test_a_file_with_seeds_is_resumed(tmp_path, batch, checkpoint):
     (out / "manifest.json").write_text(json.dumps(document))
     (out / "00002_4.png").write_bytes(b"")
     code, said, err = batch("--count", 2, "--seed", 5, **options)
-    assert code == 0 and said.startswith("5 of 6 images are there already\n"), err
+    assert code == 0 and said.startswith("5 of 6 images exist\n"), err
     assert {name: data for name, (data, _) in files(out).items()} == {name: data for name, (data, _) in written.items()}
 
 
@@ -499,7 +499,7 @@ def test_claims_of_an_earlier_version_are_read(drawn, batch, tmp_path):
     (out / "manifest.json").write_text(json.dumps(document))
     (out / "00001_2.png").write_bytes(b"")
     code, said, err = batch()
-    assert code == 0 and said.startswith("7 of 8 images are there already\n"), err
+    assert code == 0 and said.startswith("7 of 8 images exist\n"), err
     assert json.loads((out / "manifest.json").read_text())["claims"] == [[0, 2, 0, 4]]
 
 
@@ -596,11 +596,11 @@ def test_a_second_machine_keeps_the_same_image_and_refuses_any_other(tmp_path, c
 def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):
     own, before = shutil.copytree(checkpoint, tmp_path / "own"), files(made)
     code, out, err = batch("--checkpoint", own)
-    assert code == 0 and "8 of 8 images are there already" in out, err
+    assert code == 0 and "8 of 8 images exist" in out, err
     config = own / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text().replace('"flow_shift": 3.0', '"flow_shift": 4.0'))
     code, _, err = batch("--checkpoint", own)
-    assert code == 1 and "is of another prompt or other settings (shift 3.0)" in err, err
+    assert code == 1 and "has another prompt or other settings (shift 3.0)" in err, err
     assert files(made) == before
 
 
@@ -628,7 +628,7 @@ def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tm
     _, err = process.communicate()
     assert (
         process.returncode == 1
-        and "cannot write into out (File too large); 0 of 8 images are there, the same command" in err
+        and "cannot write into out (File too large); 0 of 8 images exist; run the same command" in err
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
     status, _, err = batch()

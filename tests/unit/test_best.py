@@ -118,12 +118,12 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     capsys.readouterr()
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2, "--report") == 0
     said = capsys.readouterr().out
-    assert "2 of 4 images are there already" in said and "6 images in" in said
+    assert "2 of 4 images exist" in said and "6 images in" in said
     assert {path.name for path in Path("out").glob("*.png")} == pngs.keys() and pngs[lost].read_bytes() == whole
     assert all(path.stat().st_mtime_ns == kept[name] for name, path in pngs.items() if name != lost)
     assert json.loads(Path("out/manifest.json").read_text())["pictures"] == manifest["pictures"]
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2) == 0
-    assert "4 of 4 images are there already" in capsys.readouterr().out
+    assert "4 of 4 images exist" in capsys.readouterr().out
 
 
 def valid(text):
@@ -179,7 +179,7 @@ def test_one_bad_score_does_not_end_a_batch_and_its_json_is_valid(
     for path in Path("out").glob("*.png"):
         assert valid(Image.open(path).text["sana"])["score"] == manifest[path.name]["score"]
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 6) == 0
-    assert "12 of 12 images are there already" in capsys.readouterr().out
+    assert "12 of 12 images exist" in capsys.readouterr().out
 
 
 def test_a_scorer_that_never_gives_a_number_ends_the_batch(checkpoint, clip, tmp_path, monkeypatch, capsys):

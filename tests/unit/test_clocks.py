@@ -61,6 +61,6 @@ def test_a_batch_goes_on_among_files_of_any_age(tmp_path, checkpoint, monkeypatc
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
     capsys.readouterr()
     assert main(words) == 0
-    assert "2 of 3 images are there already" in capsys.readouterr().out
+    assert "2 of 3 images exist" in capsys.readouterr().out
     after = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
     assert len(after) == 3 and before.items() <= after.items()

@@ -117,7 +117,7 @@ def test_a_console_of_few_characters_stops_nothing(checkpoint, tmp_path):
         process = run_alone("batch", *options, cwd=tmp_path, env={"PYTHONIOENCODING": "cp1252"})
         out, err = process.communicate()
         assert process.returncode == 0, err
-    assert out == b"2 of 2 images are there already\n"
+    assert out == b"2 of 2 images exist\n"
     assert len(list((tmp_path / "out \u7ea2").glob("*.png"))) == 2
 
 

@@ -60,7 +60,7 @@ def test_a_batch_goes_on_with_the_same_strength_alone(checkpoint, lora, tmp_path
     command += ["--steps", "1", "--out", "out", "--lora"]
     assert main([*command, f"{lora}=0.5"]) == 0
     assert main([*command, f"{lora}=0.5"]) == 0
-    assert "1 of 1 images are there already" in capsys.readouterr().out
+    assert "1 of 1 images exist" in capsys.readouterr().out
     assert main([*command, f"{lora}=0.7"]) == 1
     assert "loras" in capsys.readouterr().err
 
