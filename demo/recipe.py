@@ -43,7 +43,7 @@ CHECKPOINT = HERE / "sana-posters"
 
 
 class Stage(NamedTuple):
-    """What is learnt from: `count` pictures as large as a square of `side` pixels, and with which shift."""
+    """The training images of a stage. `side`: the area equals a square of this side, in pixels."""
 
     side: int
     count: int
@@ -51,33 +51,32 @@ class Stage(NamedTuple):
     groupings: Groupings = GROUPINGS
 
 
-# SANA's shift of 3 is for the 1024 tokens of 1024 px; the more there are the less noise hides, by the root of their
-# number (Esser et al., "Scaling Rectified Flow Transformers", 2024, section 5.3.2), here of 64 and of 256 tokens.
+# SANA uses shift 3 for 1024 tokens. The shift grows with the square root of the tokens: 64 and 256 tokens here (Esser
+# et al., "Scaling Rectified Flow Transformers", 2024, section 5.3.2).
 STAGES = {
     "256": Stage(256, 24_000, 1.0),
     "512": Stage(512, 8_000, 1.5),
     "counting": Stage(512, 6_000, 1.5, COUNTING),
 }
-# of the transformer
+# Size of the transformer.
 HEADS, LAYERS = 6, 14
 LARGEST_HALF = 65504.0
-# pictures by which the scale of the latents and their colours are found
+# Images for measuring the latents' scale and colours.
 ENCODED = 64
 
 
-class Spent(Exception):
-    """The time is."""
+class OutOfTime(Exception):
+    """Raised when the time is over."""
 
 
 def settings_in(folder: Path, name: str) -> TrainingSettings:
-    """Return the settings of `name` with paths in `folder`, where a copy stays."""
+    """Copy the settings file `name` to `folder` and read it there."""
     shutil.copyfile(HERE / name, folder / name)
     return read_settings(folder / name)
 
 
 def make_autoencoder(source: Path, target: Path) -> AutoencoderDC:
-    """Return the autoencoder as the result has it, in bfloat16 and with its scale, so that the transformer learns the
-    latents that are drawn from."""
+    """Return the VAE in the precision and scale of the final checkpoint, as the transformer learns these latents."""
     if not (target / "config.json").is_file():
         vae = AutoencoderDC.from_pretrained(source, torch_dtype=torch.float32)
         if measure(vae)["largest"] > LARGEST_HALF:
@@ -90,7 +89,7 @@ def make_autoencoder(source: Path, target: Path) -> AutoencoderDC:
 
 
 def paintings(seed: str) -> torch.Tensor:
-    """Return training pictures of the model's own size, [64, 3, 512, 512] in [-1, 1]."""
+    """Return training images of the model's size, [ENCODED, 3, 512, 512] in [-1, 1]."""
     scenes = islice(training_scenes(random.Random(seed)), ENCODED)
     return to_pixels(np.stack([paint(scene) for scene in scenes]))
 
@@ -108,14 +107,14 @@ def write_pictures(folder: Path, name: str, seed: str) -> None:
 
 
 def make(folder: Path, until: float, first: str, seed: str = "") -> None:
-    """Go on with the recipe in `folder`, from the stage `first` on, with pictures of `seed`.
+    """Resume the recipe in `folder` at stage `first`. `seed`: seed of the training images.
 
-    Raises Spent when the clock passes `until`.
+    Raises OutOfTime when the clock passes `until`.
     """
 
     def poll() -> None:
         if time.monotonic() > until:
-            raise Spent
+            raise OutOfTime
 
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "parts"
@@ -161,7 +160,7 @@ def make(folder: Path, until: float, first: str, seed: str = "") -> None:
         if not (start / "model_index.json").is_file():
             pipeline(transformer, shift).save_pretrained(start)
         settings = settings_in(folder, f"train_{name}.toml")
-        # on CPUs the backward pass of torch's flash attention takes three times as long as that of plain products
+        # On CPUs the backward pass of flash attention takes three times as long as plain attention.
         with sdpa_kernel(SDPBackend.MATH):
             trained = train(settings, report=lambda line: sys.stderr.write(f"{line}\n"), poll=poll)
         transformer = SanaTransformer2DModel.from_pretrained(trained)
@@ -176,13 +175,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--first", choices=STAGES, default=next(iter(STAGES)))
-    parser.add_argument("--seed", default="", help="of the pictures: another one paints some that were never shown")
+    parser.add_argument("--seed", default="", help="seed of the training images")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     try:
         make(arguments.folder, time.monotonic() + 60 * arguments.minutes, arguments.first, arguments.seed)
-    except Spent:
-        sys.stderr.write("the time is spent; the same command goes on from here\n")
+    except OutOfTime:
+        sys.stderr.write("time is over; run the same command to resume\n")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,17 @@ class Scene(NamedTuple):
 
 
 def combinations() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Return (train, held_out): every (colour, shape, background) whose two colours differ, split for ever."""
+    """Return (train, held_out), all combinations of colour, shape and background with two different colours.
+
+    The shuffle is seeded, so the split never changes.
+    """
     every = [c for c in itertools.product(COLOURS, SHAPES, COLOURS) if c[0] != c[2]]
     random.Random(20).shuffle(every)
     return every[HELD_OUT:], every[:HELD_OUT]
 
 
 def random_scene(rng: random.Random, combination: tuple[str, str, str]) -> Scene:
-    """Place a shape of random size anywhere that it fits whole."""
+    """Return a scene with a random size and position. The whole shape is inside the image."""
     radius = rng.uniform(0.15, 0.34)
     low, high = radius + 0.03, 0.97 - radius
     return Scene(*combination, radius, rng.uniform(low, high), rng.uniform(low, high))
@@ -91,12 +94,12 @@ def position_word(scene: Scene) -> str:
 
 
 def prompt(colour: str, shape: str, background: str) -> str:
-    """The plain caption, which is also the form of the test prompts."""
+    """Return the plain caption. Test prompts have the same form."""
     return f"{article(f'{colour} {shape}')} on {article(background)} background"
 
 
 def random_caption(rng: random.Random, scene: Scene) -> str:
-    """Describe `scene`: always colour, shape and background; sometimes its size, its position, another wording."""
+    """Return a caption with colour, shape and background, sometimes with size or position or in another order."""
     size = size_word(scene) if rng.random() < 0.3 else ""
     subject = f"{size} {scene.colour} {scene.shape}".strip()
     background = article(f"{scene.background} background")

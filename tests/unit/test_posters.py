@@ -158,7 +158,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     monkeypatch.setattr(autoencoder, "MEASURED", 1)
     monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "nothing")
     shutil.copytree(TINY / "vae", tmp_path / "autoencoder" / "vae")
-    with pytest.raises(recipe.Spent):
+    with pytest.raises(recipe.OutOfTime):
         recipe.make(tmp_path, until=0.0, first="256")
     recipe.make(tmp_path, until=float("inf"), first="256")
     assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
