@@ -17,6 +17,7 @@ import torch
 
 from ..runtime.cancellation import Poll
 from ..runtime.text import Json
+from .optimizers import has_failed_restore
 from .ranks import Ranks
 from .run_log import Line, RunLog
 from .runs import (
@@ -176,14 +177,18 @@ def run_phases(now: Run) -> None:
 @contextmanager
 def saved_when_cancelled(now: Run) -> Iterator[None]:
     """Save the finished steps when a callback in this context cancels, or something fails in it that all ranks know
-    of. The context changes no weights.
+    of. The context changes no weights, or restores them. After an error while it restores them, nothing is saved.
 
     A rank that fails alone ends at once, and the others hear of that.
     """
     try:
         yield
     except BaseException as error:
-        if now.ranks.all_know(error):
+        if has_failed_restore(error):
+            logger.error(
+                "step %d is not saved, because its weights were not restored after a validation", now.progress.step
+            )
+        elif now.ranks.all_know(error):
             # The frames of the traceback hold the tensors of the failed step. Saving may need their memory.
             clear_frames(error.__traceback__)
             drop_step(now.state)

@@ -267,12 +267,13 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     with kept_weights(group["params"]):
-        switch = optimizer.eval  # type: ignore[attr-defined]
-        switch()
         try:
+            switch = optimizer.eval  # type: ignore[attr-defined]
+            switch()
             yield
         finally:
-            optimizer.train()  # type: ignore[attr-defined]
+            with marking_failed_restore():
+                optimizer.train()  # type: ignore[attr-defined]
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -353,7 +354,30 @@ def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        fill(dict(enumerate(parameters)), dict(enumerate(kept)))
+        with marking_failed_restore():
+            fill(dict(enumerate(parameters)), dict(enumerate(kept)))
+
+
+# Attribute of an error that was raised while the trained weights were restored.
+RESTORING = "raised_while_restoring_weights"
+
+
+@contextmanager
+def marking_failed_restore() -> Iterator[None]:
+    """Mark an error of this context, which restores the trained weights."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)[RESTORING] = True
+        raise
+
+
+def has_failed_restore(error: BaseException) -> bool:
+    """Whether `error` was raised while the trained weights were restored. Some parameters may still hold averages."""
+    cause: BaseException | None = error
+    while cause is not None and RESTORING not in vars(cause):
+        cause = cause.__cause__
+    return cause is not None
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training import cache, dataset, prepare, train, train_state
+from sana_core.training import cache, dataset, optimizers, prepare, train, train_state
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 
@@ -335,6 +335,25 @@ def test_a_failure_inside_the_optimizer_saves_nothing(make, check_resumed, monke
         patch.setattr(train_state, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
         fail(settings, 1)
     check_resumed(settings, step=2)
+
+
+def test_an_interrupt_while_averages_are_replaced_by_the_weights_saves_nothing(make, check_resumed, monkeypatch):
+    optimizer = replace(make().optimizer, ema=0.9)
+    settings = replace(make(stream=False, optimizer=optimizer, validation=Validation(2, share=0.25)), save_every=1)
+    real, calls = optimizers.fill, []
+
+    def fill(targets, values):
+        calls.append(1)
+        # Validations are before step 0 and after step 2. They and each save fill the parameters twice.
+        if len(calls) == 6:
+            real({0: targets[0]}, values)
+            raise KeyboardInterrupt
+        real(targets, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "fill", fill)
+        fail(settings, 1)
+    check_resumed(settings, step=1)
 
 
 @pytest.mark.parametrize("failure", ["memory in the forward", "bug", "loss", "gradient"])

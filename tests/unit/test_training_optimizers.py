@@ -16,6 +16,7 @@ from sana_core.training.optimizers import (
     OPTIMIZERS,
     average_decay,
     averaged_weights,
+    has_failed_restore,
     make_optimizer,
     round_stochastically,
     set_learning_rate,
@@ -258,6 +259,27 @@ def test_validation_weights_are_schedulefree_s_average_and_training_goes_on_as_i
     train(reference, theirs, range(4))
     reference.eval()
     assert all(map(torch.equal, judged, theirs)) and not torch.equal(judged[0], before[0])
+
+
+def test_an_interrupted_switch_of_schedulefree_is_undone_or_marked(monkeypatch):
+    pytest.importorskip("pytorch_optimizer")
+    parameters = weights()
+    optimizer = make_optimizer("schedulefree", parameters, 1e-2)
+    train(optimizer, parameters, range(2))
+    before = [parameter.detach().clone() for parameter in parameters]
+    for name, marked in (("eval", False), ("train", True)):
+        real = getattr(optimizer, name)
+
+        def interrupted(real=real):
+            real()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, name, interrupted)
+            with pytest.raises(KeyboardInterrupt) as raised, validation_weights(optimizer):
+                pass
+        assert has_failed_restore(raised.value) == marked
+        assert all(map(torch.equal, parameters, before)) and optimizer.param_groups[0]["train_mode"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "came8bit"])
