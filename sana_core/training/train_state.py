@@ -402,7 +402,9 @@ def validation_loss(state: TrainState, data: Data, poll: Poll) -> float:
         noise = validation_noise(batch.latents.shape[1:], (state.settings.seed, index))[None]
         for time in validation_times(VALIDATION_TIMES):
             poll()
-            loss = image_loss(state, data, batch, noise, time[None])
+            compute = partial(image_loss, state, data, batch, noise, time[None])
+            # Only FSDP talks to other ranks in a forward.
+            loss = ranks.run_on_all(compute) if state.layout.shards is None else compute()
             total += loss if counts else 0.0
     return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
 

@@ -43,11 +43,14 @@ def settings(folder, tmp_path, checkpoint):
 class Failing:
     """A failure in `module.name` after `calls` calls. Only calls whose arguments satisfy `when` are counted."""
 
-    def __init__(self, module, name, error, calls=0, saved=None, victims=(0, 1), when=lambda *arguments: True):
+    def __init__(
+        self, module, name, error, calls=0, saved=None, victims=(0, 1), when=lambda *arguments: True, saved_by_ddp=None
+    ):
         self.module, self.name, self.error, self.calls, self.victims = module, name, error, calls, victims
         self.when = when
         # The step of the last state. None: it does not matter.
         self.saved = saved
+        self.saved_by_ddp = saved if saved_by_ddp is None else saved_by_ddp
 
     def install(self, monkeypatch, victim):
         real, called = getattr(self.module, self.name), []
@@ -80,7 +83,7 @@ PHASES = {
     "image of a validation": Failing(
         cache.Cache, "load", ReadError("cache: gone in this test"), 4, 4, when=lambda _, indices: len(indices) == 1
     ),
-    "validation": Failing(train_state, "image_loss", MEMORY, calls=20, saved=2),
+    "validation": Failing(train_state, "image_loss", MEMORY, calls=20, saved=2, saved_by_ddp=4),
     "image of a preview": Failing(train, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
     "gathering for a preview": Failing(train_state, "gather", MEMORY),
     "values of a state": Failing(loop, "check_finite", MEMORY),
@@ -126,14 +129,19 @@ def check_ends(phase, victim, kind, count, settings, monkeypatch, capfd):
         assert rank not in results_of_ranks or results_of_ranks[rank][0] != "done", (rank, results_of_ranks)
         assert cause in words, (rank, results_of_ranks, said[-2000:])
         assert rank == victim or f"rank {victim}" in words, (rank, words)
-    if failing.saved is not None:
-        assert find_states(Path(run_settings.out))[-1][0] == failing.saved
+    saved = failing.saved_by_ddp if kind == "ddp" else failing.saved
+    if saved is not None:
+        assert find_states(Path(run_settings.out))[-1][0] == saved
     return run_settings
 
 
 @pytest.mark.parametrize(("phase", "victim"), QUICK)
 def test_a_rank_that_fails_alone_ends_all_soon(phase, victim, settings, monkeypatch, capfd):
     check_ends(phase, victim, "fsdp", 2, settings, monkeypatch, capfd)
+
+
+def test_a_rank_that_fails_alone_in_a_validation_loses_no_step_under_ddp(settings, monkeypatch, capfd):
+    check_ends("validation", 1, "ddp", 2, settings, monkeypatch, capfd)
 
 
 def cases():
