@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CheckpointError, InputError, OutputError
+from ..errors import CheckpointError, InputError, OutputError, TrainingError
 from ..runtime.atomic_files import digest_file, sync
 from ..runtime.text import Json, brief
 from .optimizers import fill
@@ -192,8 +192,8 @@ def chosen_save(state: TrainState) -> Callable[[Mapping[str, torch.Tensor], Path
 def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
     """Write this rank's part of `tensors`, those of a state, into the folder `part`; all ranks have to.
 
-    Returns the digests of its files by their names in `part`. Where one rank fails all raise: OutputError where it
-    cannot write, TrainingError on the others where it fails before or after.
+    Returns the digests of its files by their names in `part`. Where one rank fails all raise: OutputError if the
+    system refuses to write, TrainingError for other errors, and KeyboardInterrupt.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
@@ -209,14 +209,22 @@ def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Pa
             sync(file)
         return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
 
-    shown, failure = state.ranks.run_on_all(show), None
+    shown = state.ranks.run_on_all(show)
+    failure: BaseException | None = None
     writer = HuggingFaceStorageWriter(str(part / SHARDS), save_distributed=True)
     try:
         with quiet():
             save(shown, storage_writer=writer)
     except CheckpointException as error:
         # all ranks raise it together
-        failure = OutputError(f"out: cannot write the state ({brief(reason(error))}); see its rights and its disk")
+        cause = reason(error)
+        if isinstance(cause, KeyboardInterrupt):
+            failure = cause
+        elif isinstance(cause, OSError):
+            failure = OutputError(f"out: cannot write the state ({brief(cause)}); see its rights and its disk")
+        else:
+            text = brief(str(cause) or type(cause).__name__)
+            failure = TrainingError(f"training: cannot write the state ({text}); the same command resumes")
     state.ranks.agree(failure)
     return state.ranks.run_on_all(finish)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launched import OLD, results_of
+from launched import OLD, outcomes, results_of
 from torch import nn
 
 from sana_core.training import state_files
@@ -136,3 +136,28 @@ def test_all_ranks_add_up_the_same_parameters_together(monkeypatch, count):
 
     first, *others = results_of(count, sums)
     assert len(first) > 4 and all(sizes == first for sizes in others)
+
+
+FAULTS = [
+    (OSError(28, "No space left on device"), "OutputError", "No space left on device); see its rights and its disk"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "TrainingError", "(CUDA out of memory); the same command resumes"),
+    (MemoryError(), "TrainingError", "(MemoryError); the same command resumes"),
+    (KeyboardInterrupt(), "KeyboardInterrupt", ""),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind", "text"), FAULTS, ids=["disk", "GPU memory", "memory", "interrupt"])
+def test_only_an_error_of_the_system_is_called_a_fault_of_the_disk(tmp_path, monkeypatch, fault, kind, text):
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    def save(ranks):
+        def fail(*_):
+            raise fault
+
+        state = sharded_state(ranks, "adamw")
+        if ranks.rank == 1:
+            monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+        state_files.save_shards(state, state_files.tensors_of(state)[0], tmp_path)
+
+    for raised, message, trace in outcomes(2, save):
+        assert raised == kind and message.endswith(text), trace
