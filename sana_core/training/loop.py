@@ -156,10 +156,13 @@ def run_phases(now: Run) -> None:
     while True:
         if now.ranks.size == 1 and now.completing is not None and now.completing.done():
             # where a disk is full, say so at once
-            settle(now)
+            with saved_when_cancelled(now):
+                settle(now)
         with saved_when_cancelled(now):
             validate_if_due(now)
         if now.is_save_due():
+            with saved_when_cancelled(now):
+                settle(now)
             save(now)
         if not now.groups:
             return settle(now)
@@ -203,9 +206,17 @@ def saved_when_cancelled(now: Run) -> Iterator[None]:
 
 
 def settle(now: Run) -> None:
-    """Wait for the last state to be in its place."""
+    """Wait for the last state to be in its place. If that has failed, the error is raised once."""
     completing = now.completing
-    now.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
+    try:
+        now.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
+    except Exception:
+        now.completing = None
+        if now.best is not None and now.best.step == now.saved:
+            # The next validation becomes the best, because the state of this one does not exist.
+            now.best, now.validated = now.best._replace(step=0), None
+        now.saved = -1
+        raise
 
 
 def save(now: Run) -> None:
@@ -227,7 +238,10 @@ def save(now: Run) -> None:
     def put() -> None:
         if complete is not None:
             complete()
-        remove_older(folder.out, folder.parts, now.settings.keep, kept)
+        try:
+            remove_older(folder.out, folder.parts, now.settings.keep, kept)
+        except OSError as error:
+            logger.warning("older states are not removed now (%s)", error)
 
     if ranks.first:
         now.completing = now.behind.submit(put)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training import cache, dataset, optimizers, prepare, train, train_state
+from sana_core.training import cache, dataset, optimizers, prepare, runs, train, train_state
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 
@@ -463,6 +463,25 @@ def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make,
     with pytest.raises(OSError, match="No space left on device"):
         train.train(settings)
     assert text in [record.getMessage() for record in caplog.records]
+
+
+def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check_resumed, monkeypatch):
+    settings = replace(make(stream=False), save_every=2)
+    real, calls = runs.put_state, []
+
+    def put_state(*values):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        real(*values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "put_state", put_state)
+        ((kind, text),) = fail(settings, 1)
+    assert kind == "OutputError" and "No space left" in text
+    ((step, _),) = find_states(Path(settings.out))
+    assert step in (3, 4)
+    check_resumed(settings, step=step)
 
 
 BROKEN = (1, 4, 6)
