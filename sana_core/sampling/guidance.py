@@ -81,7 +81,8 @@ def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, pr
         return PerturbedAttention(scale, frozenset({perturbed_block(config.num_layers)}))
     parts = [part.strip() for part in blocks.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) and int(part) <= last for part in parts):
-        raise InputError(f"{prefix}blocks: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
+        name = f"{prefix}blocks"
+        raise InputError(f"{name}: got {blocks!r:.60}, expected numbers from 0 to {last}, like 8 or 7, 8")
     return PerturbedAttention(scale, frozenset(map(int, parts)))
 
 
