@@ -219,7 +219,8 @@ def launched() -> tuple[Store, int, int] | None:
         try:
             # A longer timeout than the wait below: the process would abort if the thread returned while Python ends.
             results.append(next(rendezvous("env://", timeout=2 * MEETING)))
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
+            # torch raises TypeError for a number that C++ cannot hold.
             results.append(error)
 
     # In a thread, because torch does not notice Ctrl+C while it waits, and waits forever if another program answers.
@@ -233,11 +234,12 @@ def launched() -> tuple[Store, int, int] | None:
     if isinstance(result, tuple):
         result[0].set_timeout(MEETING)
         return result
-    if isinstance(result, ValueError):
+    if isinstance(result, Exception) and not isinstance(result, RuntimeError):
         if "expected, but not set" in str(result):
             return None
+        reason = " ".join(str(result).split())
         raise InputError(
-            f"launcher: got {launch()}, expected numbers in RANK, WORLD_SIZE and MASTER_PORT ({result!s:.100}); set "
+            f"launcher: got {launch()}, expected numbers in RANK, WORLD_SIZE and MASTER_PORT ({reason:.100}); set "
             "them, or unset RANK to train in one process"
         ) from result
     if re.search("EADDRINUSE|[Aa]ddress already in use", str(result)):
