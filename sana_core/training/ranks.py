@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -405,20 +406,34 @@ class Heartbeat:
             return
 
     def run(self) -> None:
-        """Beat and listen until the end; end the process where another one is dead and this one does not notice."""
-        number = 0
+        """Beat and listen until the end. End the process GRACE seconds after another one died, if this one does not
+        notice.
+
+        In these seconds the thread still beats and listens: a rank that was only silent may beat again.
+        """
+        number, lost_since, looked = 0, math.inf, time.monotonic()
         while not self.ended.wait(BEAT):
             number += 1
+            now = time.monotonic()
+            if now - looked > 4 * BEAT:
+                # This thread stood still, for example while safetensors copied a large state and held the GIL. It saw
+                # no beats meanwhile, so silence counts from now.
+                self.seen.clear()
+            looked = now
             try:
                 self.store.set(f"{BEATS}/{self.rank}", str(number))
                 lost = self.failed() or self.silent(range(self.count) if self.rank == 0 else (0,))
             except RuntimeError:
                 lost = "the machine that the run was started on is gone"
-            if lost and not self.ended.wait(GRACE):
-                sys.stderr.write(f"\ntraining: {lost}; the same command resumes\n")
-                sys.stderr.flush()
-                # the main thread may be waiting for the dead inside of a collective, where no exception reaches it
-                _exit(1)
+            lost_since = min(lost_since, now) if lost else math.inf
+            if now - lost_since >= GRACE:
+                try:
+                    sys.stderr.write(f"\ntraining: {lost}; the same command resumes\n")
+                    sys.stderr.flush()
+                finally:
+                    # The main thread may wait for the dead process in a collective, where no exception reaches it. The
+                    # terminal may be closed, so an error of the write must not prevent the exit.
+                    _exit(1)
 
     def failed(self) -> str:
         """Return what a rank that has failed says of it."""
