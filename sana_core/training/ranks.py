@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import torch
 
-from ..errors import InputError, SanaError, TrainingError
+from ..errors import InputError, SanaError, TrainingError, first_line
 from ..runtime.accelerator import chosen_device, set_current_device
 
 if TYPE_CHECKING:
@@ -178,13 +178,13 @@ def joined(device: str) -> Iterator[Ranks]:
         return
     store, rank, count = found
     attempt = meet(store, rank, count)
-    own_store = torch.distributed.PrefixStore(attempt, store.clone())
-    heartbeat = Heartbeat(own_store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
-    heartbeat.start()
+    store = torch.distributed.PrefixStore(attempt, store)
+    heartbeat = Heartbeat(store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
     ranks = Ranks(rank, count, True)
     try:
+        heartbeat.start()
         ranks = ranks._replace(device=own_device(device))
-        begin_group(ranks, torch.distributed.PrefixStore(attempt, store))
+        begin_group(ranks, store)
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
@@ -199,9 +199,14 @@ def joined(device: str) -> Iterator[Ranks]:
         raise
     finally:
         # A backend may wait for the other ranks while it is destroyed. The heartbeat, still running, ends the process.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        heartbeat.stop()
+        try:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        except RuntimeError as error:
+            # The run has ended, with its result or with an error that says more.
+            logger.warning("training: the connection to the other ranks was not closed (%s)", first_line(error))
+        finally:
+            heartbeat.stop()
 
 
 def launched() -> tuple[Store, int, int] | None:
@@ -383,13 +388,16 @@ class Heartbeat:
         self.seen: dict[int, tuple[bytes, float]] = {}
 
     def start(self) -> None:
+        # The thread needs a connection of its own: a call that waits would block the calls of the main thread.
+        self.store = self.store.clone()
         self.store.set(f"{NAMES}/{self.rank}", self.name)
         self.store.set(f"{BEATS}/{self.rank}", "0")
         self.thread.start()
 
     def stop(self) -> None:
         self.ended.set()
-        self.thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def announce(self, error: BaseException) -> None:
         """Tell the others why this rank ends, unless another rank has failed before."""

@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 import sys
+import threading
 import time
 
 import pytest
 import torch
+from launched import free_port
 
+from sana_core.errors import TrainingError
 from sana_core.training import ranks
-from sana_core.training.ranks import BEAT, BEATS, FAILED, GRACE, LOST, NAMES, Heartbeat
+from sana_core.training.ranks import BEAT, BEATS, FAILED, GRACE, LOST, NAMES, Heartbeat, joined
 
 END = 200.0
 
@@ -89,3 +92,51 @@ def test_a_closed_stderr_does_not_keep_the_process_alive():
     process.start()
     process.join(60)
     assert process.exitcode == 1
+
+
+def heartbeats():
+    return [thread for thread in threading.enumerate() if thread.name == "sana training heartbeat"]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Variables of a launcher that starts one rank."""
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks, "BEAT", 0.01)
+
+
+def test_a_process_group_that_is_not_destroyed_leaves_the_error_of_the_run(alone, monkeypatch, caplog):
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_and_fail():
+        destroy()
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroy_and_fail)
+    with pytest.raises(torch.OutOfMemoryError, match="step 3"), joined("cpu"):
+        assert heartbeats()
+        raise torch.OutOfMemoryError("step 3")
+    assert not heartbeats()
+    assert "was not closed (RuntimeError: NCCL error: unhandled cuda error)" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["clone", "set"])
+def test_a_store_that_is_lost_before_the_first_beat_is_named_in_one_line(alone, monkeypatch, call):
+    class Lost(torch.distributed.PrefixStore):
+        pass
+
+    def lose(*arguments):
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    setattr(Lost, call, lose)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", Lost)
+    if call == "set":
+        # The clone of a PrefixStore has the class of torch.
+        Lost.clone = lambda store: store
+    Lost.check = lose
+    expected = "lost the machine that the run was started on; the same command resumes"
+    with pytest.raises(TrainingError, match=expected), joined("cpu"):
+        pytest.fail("the run began")
+    assert not heartbeats()
