@@ -192,5 +192,5 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         yield show
     finally:
         if used:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 sys.stderr.write("\n")

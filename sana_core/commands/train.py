@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, SanaError
+from ..errors import InputError
 from .options import path_of, progress_line
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         write_progress(f"{what}: {done} of {total} " + ("\n" if done == total else ""))
 
     def write_progress(text: str) -> None:
-        # A closed terminal does not end a run that ignores SIGHUP.
-        with suppress(OSError):
+        # A closed terminal does not end a run that ignores SIGHUP. A write to a closed stderr raises ValueError.
+        with suppress(OSError, ValueError):
             show(text)
 
     with ExitStack() as stack:
@@ -167,7 +168,7 @@ def stopping() -> Iterator[Callable[[], None]]:
     """Give a poll that cancels after the first of SIGNALS. A second Ctrl+C, or the same signal again, ends at once.
 
     Signals within ONE_PRESS seconds count as one: a launcher passes on the Ctrl+C that the terminal has already sent to
-    all processes.
+    all processes. Only the main thread can handle signals, so in another thread the poll never cancels.
     """
     asked: list[int] = []
     since = 0.0
@@ -177,12 +178,14 @@ def stopping() -> Iterator[Callable[[], None]]:
         if asked:
             # Slurm and service managers send another signal before SIGKILL. It does not interrupt the saving.
             if number in (signal.SIGINT, asked[0]) and time.monotonic() - since > ONE_PRESS:
+                # The launcher passes on this press too. It does not interrupt the saving that follows.
+                since = time.monotonic()
                 leave(number, frame)
             return
         since = time.monotonic()
         asked.append(number)
-        # The terminal may be closed.
-        with suppress(OSError):
+        # The terminal or stderr may be closed. RuntimeError: the signal interrupted another write to stderr.
+        with suppress(OSError, ValueError, RuntimeError):
             sys.stderr.write("\nstops and saves after this step; press Ctrl+C again to quit without waiting for it\n")
 
     def leave(number: int, frame: FrameType | None = None) -> None:
@@ -196,16 +199,22 @@ def stopping() -> Iterator[Callable[[], None]]:
             leave(asked[0])
 
     before: dict[int, Any] = {}
-    for name in SIGNALS:
-        number = getattr(signal, name, None)
-        # A shell lets its background processes ignore SIGINT, and nohup lets its command ignore SIGHUP.
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, ask)
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)] if is_main else []
     try:
+        for number in numbers:
+            handler = signal.getsignal(number)
+            # A shell lets its background processes ignore SIGINT, and nohup lets its command ignore SIGHUP. None is a
+            # handler of C code, which Python cannot set again.
+            if handler not in (None, signal.SIG_IGN):
+                before[number] = handler
+                signal.signal(number, ask)
         yield poll
     except RuntimeError as error:
-        # A launcher has ended another process of the run as well, and this one has lost the connection to it.
-        if asked and not isinstance(error, SanaError):
+        from ..training.ranks import is_lost
+
+        # The launcher ended another process of the run too, and this process lost the connection to it.
+        if asked and is_lost(error):
             leave(asked[0])
         raise
     finally:

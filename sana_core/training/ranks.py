@@ -358,6 +358,8 @@ def meet(store: Store, rank: int, count: int) -> str:
 
 def is_lost(error: BaseException) -> bool:
     """Whether `error` comes from talking to another rank."""
+    if not torch.distributed.is_available():
+        return False
     errors = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
     # gloo's errors have no class of their own
     is_gloo = isinstance(error, RuntimeError) and not isinstance(error, SanaError) and "gloo" in str(error)

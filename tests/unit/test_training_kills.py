@@ -164,6 +164,7 @@ def test_a_second_signal_of_another_kind_does_not_interrupt_saving(monkeypatch):
             assert ended.value.code == 128 + signal.SIGUSR1
             with pytest.raises(SystemExit):
                 signal.raise_signal(signal.SIGUSR1)
+            now[0] += train.ONE_PRESS + 1
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGUSR1) is handlers[signal.SIGUSR1]

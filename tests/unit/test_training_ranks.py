@@ -174,8 +174,8 @@ def test_the_whole_weights_of_a_block_are_freed_before_the_next_block_is_put_int
         return alive, len(wholes)
 
     monkeypatch.setattr(fsdp, "fully_shard", record)
-    for left, weights in results_of(2, count):
-        assert left == [0] * len(left) and len(left) > 3 and weights > 30
+    for living, weights in results_of(2, count):
+        assert living == [0] * len(living) and len(living) > 3 and weights > 30
 
 
 @pytest.mark.parametrize("name", ["SanaBlock", "SanaMSBlock", "SanaTransformerBlock", "GLUMBConv", "SanaDoubleBlock"])
