@@ -208,7 +208,7 @@ def own_config(file: Path, weights: Weights) -> tuple[Json | None, bool]:
 def recognise(
     file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool
 ) -> CheckpointInfo:
-    """Describe one component. `names` maps the name without prefix to the name in the file.
+    """Describe one component. `names`: {name without prefix: name in the file}.
 
     `config`: the configuration in the file, or beside it (`is_beside`). A folder may contain several models, and
     config.json may belong to another one. So what the file itself shows takes precedence.
