@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..memory import CONTEXT, count
 from ..model.known_models import CARDS
-from .memory_model import FP32, backward_bytes, step_bytes, trained_shapes, weights_dtype
+from .memory_model import FP32_BYTES, backward_bytes, step_bytes, trained_shapes, weights_dtype
 from .parallel import DDP, FSDP, KINDS, OFFLOADED
 from .plan import Base, Plan, largest_shape, plan_training, resident, streaming, validation_stage
 from .settings import QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
@@ -207,7 +207,7 @@ def step_on_rank(settings: TrainingSettings, base: Base, phase: Phase, cards: in
     begins = held + gathered_bytes(settings, base, GATHERED) - (gradients // shards if rounds == 1 else 0)
     work = max(begins, held - (base.model.layers - 1) * block + gathered_bytes(settings, base, 1))
     whole = count(base.shapes.values()) * getattr(torch, settings.dtype).itemsize
-    reduced = count(trained) * FP32
+    reduced = count(trained) * FP32_BYTES
     # each piece gathers the weights for the forward and for the backward, and sums its gradients
     sent = round(ring(shards) * rounds * (2 * whole + reduced))
     if settings.parallel.replicas > 1:
@@ -245,7 +245,7 @@ def gathered_bytes(settings: TrainingSettings, base: Base, blocks: int) -> int:
     block = {name: shape for name, shape in base.shapes.items() if name.startswith("transformer_blocks.0.")}
     outside = count(base.shapes.values()) - base.model.layers * count(block.values())
     weights = (blocks * count(block.values()) + outside) * item
-    return weights + count(trained_shapes(block, settings.method)) * FP32
+    return weights + count(trained_shapes(block, settings.method)) * FP32_BYTES
 
 
 class Choice(NamedTuple):

@@ -23,7 +23,7 @@ from .adapters import layer_names
 from .optimizers import OPTIMIZERS
 from .settings import Method, Phase, TrainingSettings
 
-FP32 = torch.float32.itemsize
+FP32_BYTES = torch.float32.itemsize
 
 
 def trained_shapes(shapes: Shapes, method: Method) -> list[tuple[int, ...]]:
@@ -249,7 +249,7 @@ def backward_bytes(
     ranks = 0
     if method.kind in ("lora", "dora"):
         of_cells, of_tokens = RANK_MAPS[method.targets]
-        ranks = phase.batch * (of_cells * cells + of_tokens * MAX_TOKENS) * method.rank * FP32
+        ranks = phase.batch * (of_cells * cells + of_tokens * MAX_TOKENS) * method.rank * FP32_BYTES
     if settings.checkpoint_gradients:
         kept, beside = units @ held.kept, units @ held.checkpointed + ranks
     else:
@@ -305,11 +305,11 @@ def step_bytes(optimizer: str, trained: Iterable[tuple[int, ...]], dtype: torch.
     spec = OPTIMIZERS[optimizer]
     sizes = [math.prod(shape) // shards for shape in trained]
     if spec.copies_of_all:
-        return spec.copies_of_all * FP32 * sum(sizes)
+        return spec.copies_of_all * FP32_BYTES * sum(sizes)
     together = max(sizes)
     if shards > 1:
         together = max(together, min(spec.bucket, sum(sizes)))
     copies = spec.step_copies
     if dtype == torch.bfloat16:
         copies = max(copies + ROUNDING_COPIES, ROUNDED)
-    return copies * FP32 * together
+    return copies * FP32_BYTES * together

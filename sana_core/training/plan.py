@@ -35,7 +35,7 @@ from ..split.cost import position_flops
 from ..split.speed import SIDE, seconds_of
 from .adapters import check_layers
 from .images import shapes_at
-from .memory_model import FP32, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype
+from .memory_model import FP32_BYTES, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype
 from .run_log import clock
 from .settings import CONSISTENCY, Phase, TrainingSettings
 
@@ -143,7 +143,7 @@ def latents_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> 
     """Return the stage that encodes the images, one by one and in fp32."""
     width, height = largest_shape(max(phase.largest for phase in settings.phase))
     work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
-    return Stage("latents", base.autoencoder_parameters * FP32, 0, work)
+    return Stage("latents", base.autoencoder_parameters * FP32_BYTES, 0, work)
 
 
 class Encoding(NamedTuple):
@@ -182,7 +182,7 @@ def resident(settings: TrainingSettings, base: Base) -> Resident:
         weights = count(trained) * weights_dtype(settings).itemsize
     else:
         weights = frozen_bytes(base.shapes, settings) + count(trained) * weights_dtype(settings).itemsize
-    average = count(trained) * FP32 if settings.optimizer.ema else 0
+    average = count(trained) * FP32_BYTES if settings.optimizer.ema else 0
     return Resident(weights + position_bytes(settings, base), state_bytes(settings.optimizer.name, trained) + average)
 
 
@@ -190,8 +190,8 @@ def position_bytes(settings: TrainingSettings, base: Base) -> int:
     """Return the bytes of the position embedding, in fp32, of models for large images."""
     if base.resolution is None:
         side = max(phase.largest for phase in settings.phase) // DOWNSCALE
-        return side**2 * base.model.width * FP32 if side >= EMBEDDED else 0
-    return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32 if base.resolution >= POSITIONED else 0
+        return side**2 * base.model.width * FP32_BYTES if side >= EMBEDDED else 0
+    return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32_BYTES if base.resolution >= POSITIONED else 0
 
 
 def training_stage(
@@ -220,10 +220,10 @@ def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) 
     copies = 0
     if not settings.method.whole:
         # an adapter is added to the layers, one at a time
-        sampling = max(sampling, MERGED_COPIES * FP32 * max(map(math.prod, base.shapes.values())))
+        sampling = max(sampling, MERGED_COPIES * FP32_BYTES * max(map(math.prod, base.shapes.values())))
         if settings.method.base != "full":
             # the whole model, with an adapter, beside the one in 8 bits
-            copies = count(base.shapes.values()) * dtype.itemsize + count(trained) * FP32
+            copies = count(base.shapes.values()) * dtype.itemsize + count(trained) * FP32_BYTES
     elif settings.method.weights != settings.dtype:
         # weights in fp32 are generated with in a copy, as they are saved
         copies = count(trained) * dtype.itemsize
