@@ -162,8 +162,8 @@ CASES = [
     # A mode that has this value.
     if value not in words
 ]
-# What differs from run to run: times, and how far the run was when an image was written.
-TIMES = re.compile(r"\(\d+ of \d+,.*\)|\"seconds\": [\d.]+|\"peak_bytes\": \d+|in [\d.]+ s, [\d.]+ a second")
+# Parts of an output that change from run to run: free memory, times, and the progress at which an image was written.
+TIMES = re.compile(r", \d+ free|\(\d+ of \d+,.*\)|\"seconds\": [\d.]+|\"peak_bytes\": \d+|in [\d.]+ s, [\d.]+ a second")
 
 
 def options(command):

@@ -79,6 +79,9 @@ def test_a_signal_while_a_streamed_run_encodes_saves_the_finished_steps(tmp_path
     def encode_for_ever():
         from sana_core.training import prepare
 
+        if number != signal.SIGINT:
+            # Tests that run under nohup inherit an ignored SIGHUP.
+            signal.signal(number, signal.SIG_DFL)
         real, calls = prepare.encode_images, []
 
         def encode_images(*values, poll):
@@ -118,7 +121,8 @@ def test_a_run_in_a_terminal_that_is_closed_loses_no_step(tmp_path, checkpoint, 
     import pty
 
     write_pictures(tmp_path / "pictures", 6)
-    file = write_settings(tmp_path, checkpoint, "out", {"save_every": 100}, {"steps": 30})
+    # A run with more steps cannot end before its terminal is closed.
+    file = write_settings(tmp_path, checkpoint, "out", {"save_every": 1000}, {"steps": 30 if ignored else 300})
     main, terminal = pty.openpty()
     log = tmp_path / "out" / "log.jsonl"
 
@@ -132,8 +136,8 @@ def test_a_run_in_a_terminal_that_is_closed_loses_no_step(tmp_path, checkpoint, 
         for number in range(3):
             os.dup2(terminal, number)
         os.close(terminal)
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Tests that run under nohup inherit an ignored SIGHUP.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     process = command("train", file, before=use_terminal)
     os.close(terminal)

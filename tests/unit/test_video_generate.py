@@ -156,7 +156,7 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
         (["--width", "0"], "^width: got 0, expected a multiple of (16 from 32|32 from 64) to 16384; use (32|64)$"),
         (["--seed", "-1"], "^seed: got -1, expected a whole number from 0 to 18446744073709551615$"),
         (["--guidance", "nan"], "^guidance: got nan, expected a number from 0 to 100.0$"),
-        (["--sampler", "scm"], "^sampler: got scm for a model that is not SANA-Sprint; use SANA Sampler with flow_"),
+        (["--sampler", "scm"], "^sampler: got scm for a model that is not SANA-Sprint, expected another; choose flow_"),
         (["--sampler", "euler"], "^sampler: got 'euler', expected one of flow_dpmpp_2m, flow_euler, "),
     ],
 )
