@@ -40,9 +40,9 @@ Place = Annotated[str, "place"]
 Check = Callable[[str, Any], None]
 
 
-def check_side(name: str, pixels: int, low: int) -> None:
-    if pixels % DOWNSCALE or not low <= pixels <= LARGEST:
-        raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {LARGEST}; change it")
+def check_side(name: str, pixels: int, low: int, high: int) -> None:
+    if pixels % DOWNSCALE or not low <= pixels <= high:
+        raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {high}; change it")
 
 
 def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
@@ -60,7 +60,7 @@ def among(*names: str) -> Check:
 
 
 def sides_from(low: int) -> Check:
-    return partial(check_side, low=low)
+    return partial(check_side, low=low, high=LARGEST)
 
 
 def setting(default: Any, text: str, check: Check | None = None) -> Any:
@@ -134,7 +134,7 @@ class Loss:
     """The training objective."""
 
     kind: str = setting(
-        FLOW, "flow matching, or consistency for SANA-Sprint, which generates in few steps.", among(FLOW, CONSISTENCY)
+        FLOW, "Flow matching, or consistency for SANA-Sprint, which generates in few steps.", among(FLOW, CONSISTENCY)
     )
     tangent_warmup: int = setting(
         4000,
@@ -218,7 +218,7 @@ class Phase:
     accumulate: int = setting(
         1, "Batches in a step. This has the effect of a larger batch without its memory.", within(1, 4096)
     )
-    epochs: int | None = setting(None, "How often all images are learned. Set this or steps.", within(1, 10**6))
+    epochs: int | None = setting(None, "How often all images are learned. Set either this or steps.", within(1, 10**6))
     steps: int | None = setting(
         None,
         "Steps in total, also when the training resumes. To train a finished one further, raise this.",
@@ -249,7 +249,9 @@ class Phase:
     )
     prior_loss_weight: float = setting(1.0, "How much the regularisation images count.", within(0, 10**3))
     resolutions: tuple[int, ...] = setting(
-        (), "More sizes. Every image is learned at resolution and at each of these.", sides_from(DOWNSCALE)
+        (),
+        "More sizes. Every image is learned at resolution and at each of these.",
+        sides_from(DOWNSCALE),
     )
     flip: bool = setting(False, "Mirror the images half of the time.")
     crops: int = setting(
@@ -380,12 +382,6 @@ def describe_field(path: str) -> FieldInfo:
     limits = getattr(row.metadata["check"], "keywords", {})
     low, high, names = limits.get("low"), limits.get("high"), limits.get("names", ())
     return FieldInfo(kind, row.default, low, high, names, row.metadata["help"])
-
-
-def setting_names() -> list[str]:
-    """Return the names of all fields, such as "seed" and "optimizer.clip"."""
-    names = [(table, row.name) for table, kind in TABLES.items() for row in fields(kind)]
-    return [f"{table}.{name}".lstrip(".") for table, name in names if name not in TABLES]
 
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
