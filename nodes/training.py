@@ -9,7 +9,7 @@ from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
 from ..sana_core.runtime.checks import check_number, check_text, check_whole
 from ..sana_core.training.images import LARGEST_SIDE
-from ..sana_core.training.settings import one_of
+from ..sana_core.training.settings import describe_field, one_of
 from .host.folders import (
     dataset_path,
     dataset_paths,
@@ -23,9 +23,9 @@ from .host.folders import (
 from .host.training.fields import FIELDS, OPTIONAL, RunSettings, default_values, naming_widgets
 
 DATASET, SETTINGS = io.Custom("SANA_DATASET"), io.Custom("SANA_TRAIN_SETTINGS")
-# Types of ComfyUI's own training nodes.
+# Types of ComfyUI's training nodes.
 LORA_MODEL, LOSS_MAP = io.Custom("LORA_MODEL"), io.Custom("LOSS_MAP")
-# The name that ComfyUI's own Train LoRA has for it.
+# ComfyUI's Train LoRA has the same name for it.
 NO_LORA = "[None]"
 
 
@@ -102,7 +102,7 @@ def widget(name: str, optional: bool = False) -> io.Input:
 
 
 def train_inputs(trained: str, name: str, *middle: io.Input) -> list[io.Input]:
-    """Return the inputs of a training node. `trained` is what it trains, `middle` its inputs before batch_size."""
+    """Return the inputs of a node that trains a "LoRA" or "ControlNet". `middle` are the inputs before batch_size."""
     single_file = "Connect it only if the MODEL comes from SANA Load Diffusion Model."
     return [
         io.Model.Input("model", tooltip="The MODEL of SANA Loader, without a LoRA or another patch."),
@@ -137,14 +137,10 @@ class SanaNodesTrainSettings(io.ComfyNode):
             options=[NO_LORA, *list_files("loras")],
             default=NO_LORA,
             optional=True,
-            tooltip="A LoRA to begin with. Set method, targets and the rank of SANA Train as in that LoRA.",
+            tooltip=describe_field("method.start").help,
         )
-        regularisation = DATASET.Input(
-            "regularisation",
-            optional=True,
-            tooltip="A second SANA Dataset with other images of the same kind, such as other people. They are learned "
-            "as often as yours, so that the model does not forget them.",
-        )
+        images = describe_field("phase.regularisation").help
+        regularisation = DATASET.Input("regularisation", optional=True, tooltip=f"A second SANA Dataset. {images}")
         return io.Schema(
             node_id="SanaNodesTrainSettings",
             display_name="SANA Train Settings",
@@ -170,12 +166,12 @@ class SanaNodesTrainSettings(io.ComfyNode):
         return "" if existing_lora == NO_LORA else file_stat(lambda: find_file("loras", existing_lora, "existing_lora"))
 
     @classmethod
-    def execute(cls, existing_lora: str = NO_LORA, regularisation=None, **own) -> io.NodeOutput:
+    def execute(cls, existing_lora: str = NO_LORA, regularisation=None, **widgets) -> io.NodeOutput:
         from .host.links import check_links
 
         if regularisation is not None:
             check_links(regularisation=regularisation)
-        values = checked(cls, default_values() | own)
+        values = checked(cls, default_values() | widgets)
         with naming_widgets():
             start = "" if existing_lora == NO_LORA else str(find_file("loras", existing_lora, "existing_lora"))
         return io.NodeOutput(RunSettings(values, start, regularisation))
@@ -195,8 +191,7 @@ class SanaNodesTrain(io.ComfyNode):
             "validation_prompts",
             default="",
             optional=True,
-            tooltip="A prompt whose image shows on the node what the LoRA has learned so far. For several, connect a "
-            "text with one prompt per line. Prompt i uses seed i.",
+            tooltip=f"{describe_field('validation.prompts').help} To use several, connect a text with one per line.",
         )
         return io.Schema(
             node_id="SanaNodesTrain",
@@ -216,16 +211,16 @@ class SanaNodesTrain(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, dataset, name: str, settings=None, clip=None, vae=None, validation_prompts: str = "", **own
+        cls, model, dataset, name: str, settings=None, clip=None, vae=None, validation_prompts: str = "", **widgets
     ) -> io.NodeOutput:
         from .host.report import show_under_node
         from .host.training.run import make_settings, train_lora
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
-        own = checked(cls, {**own, "validation_prompts": validation_prompts})
+        widgets = checked(cls, {**widgets, "validation_prompts": validation_prompts})
         chosen = settings or RunSettings(default_values())
         with naming_widgets(chosen.existing_lora), without_places():
-            run = make_settings(model, dataset, run_path(name), chosen, own, clip, vae)
+            run = make_settings(model, dataset, run_path(name), chosen, widgets, clip, vae)
             trained = train_lora(model, run, cls.hidden.unique_id)
         show_under_node(trained.report, cls.hidden.unique_id)
         shown = None if trained.sheet is None else ui.PreviewImage(trained.sheet)
@@ -258,15 +253,15 @@ class SanaNodesTrainControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, dataset, name: str, settings=None, clip=None, vae=None, **own) -> io.NodeOutput:
+    def execute(cls, model, dataset, name: str, settings=None, clip=None, vae=None, **widgets) -> io.NodeOutput:
         from .host.report import show_under_node
         from .host.training.run import make_settings, train_controlnet
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
-        own = checked(cls, own)
+        widgets = checked(cls, widgets)
         chosen = settings or RunSettings(default_values())
         with naming_widgets(), without_places():
-            run = make_settings(model, dataset, run_path(name), chosen, own, clip, vae)
+            run = make_settings(model, dataset, run_path(name), chosen, widgets, clip, vae)
             control, losses, report = train_controlnet(model, run, cls.hidden.unique_id)
         show_under_node(report, cls.hidden.unique_id)
         return io.NodeOutput(control, {"loss": losses})
@@ -274,33 +269,33 @@ class SanaNodesTrainControlNet(io.ComfyNode):
 
 def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.Input]:
     """Return `inputs` with `new` before the input `name`."""
-    index = [each.id for each in inputs].index(name)
+    index = [entry.id for entry in inputs].index(name)
     return [*inputs[:index], new, *inputs[index:]]
 
 
 def checked(node: type[io.ComfyNode], values: dict) -> dict:
-    """Return `values` of widgets of `node`, whole numbers as int. Raises InputError for the first wrong one.
+    """Return the `values` of widgets, with whole numbers as int. Raises InputError for the first wrong one.
 
     ComfyUI checks what a user enters. It does not check a value that comes over a link.
     """
     values = dict(values)
-    for each in node.define_schema().inputs:
-        if each.id not in values:
+    for node_input in node.define_schema().inputs:
+        if node_input.id not in values:
             continue
-        value = values[each.id]
-        if isinstance(each, io.Int.Input):
-            check_whole(each.id, value, each.min, each.max)
-            values[each.id] = int(value)
-        elif isinstance(each, io.Float.Input):
-            check_number(each.id, value, each.min, each.max)
-        elif isinstance(each, io.Combo.Input):
-            one_of(each.id, value, tuple(each.options))
-        elif isinstance(each, io.Boolean.Input) and not isinstance(value, bool):
-            raise InputError(f"{each.id}: got {value!r:.40}, expected true or false; connect a BOOLEAN")
-        elif isinstance(each, io.String.Input):
+        value = values[node_input.id]
+        if isinstance(node_input, io.Int.Input):
+            check_whole(node_input.id, value, node_input.min, node_input.max)
+            values[node_input.id] = int(value)
+        elif isinstance(node_input, io.Float.Input):
+            check_number(node_input.id, value, node_input.min, node_input.max)
+        elif isinstance(node_input, io.Combo.Input):
+            one_of(node_input.id, value, tuple(node_input.options))
+        elif isinstance(node_input, io.Boolean.Input) and not isinstance(value, bool):
+            raise InputError(f"{node_input.id}: got {value!r:.40}, expected true or false; connect a BOOLEAN")
+        elif isinstance(node_input, io.String.Input):
             if not isinstance(value, str):
-                raise InputError(f"{each.id}: got {value!r:.40}, expected a text; connect a STRING")
-            check_text(each.id, value)
+                raise InputError(f"{node_input.id}: got {value!r:.40}, expected a text; connect a STRING")
+            check_text(node_input.id, value)
     return values
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of sana_core/advice.py into the documents: `python scripts/tables.py`.
+"""Write the tables of sana_core/advice.py and the training settings into the documents: `python scripts/tables.py`.
 
 A table is between `<!-- NAME -->` and `<!-- end NAME -->`.
 """
@@ -12,6 +12,7 @@ from setup import ROOT
 
 sys.path.append(str(ROOT))
 from sana_core.advice import gpu_table, markdown, model_table  # noqa: E402
+from sana_core.training.settings_file import describe_settings  # noqa: E402
 
 # Words of the tables in the Chinese README.
 CHINESE = {
@@ -36,6 +37,7 @@ def tables() -> dict[tuple[str, str], str]:
         ("README.md", "gpu table"): markdown(gpus),
         ("README.zh.md", "gpu table"): markdown([[in_chinese(cell) for cell in row] for row in gpus]),
         ("docs/memory.md", "model table"): markdown(model_table()),
+        ("docs/training-command.md", "training settings"): f"```toml\n{describe_settings()}\n```",
     }
 
 

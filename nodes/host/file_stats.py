@@ -12,7 +12,7 @@ from ...sana_core.checkpoints.detect import SHARD
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.errors import CheckpointError
 from ...sana_core.runtime.text import shown
-from ...sana_core.training.data_files import list_folder
+from ...sana_core.training.dataset import Faults, list_folder
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -36,7 +36,7 @@ def file_stat(find: Callable[[], Path]) -> str:
 def dataset_stat(find: Callable[[], Path]) -> str:
     """Return a fingerprint that changes with any file of the data set's folder. Never raises, as `file_stat`."""
     try:
-        files = list_folder(find()).files
+        files = list_folder(find(), Faults(), {})
     except (OSError, ValueError):
         return "missing"
     return digest(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))

@@ -39,7 +39,7 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "settings", type=path_of, help="a TOML file; recipes/ has some, docs/training-command.md all keys"
+        "settings", type=path_of, help="a TOML file; recipes/ has examples, the end of this help lists its keys"
     )
     parser.add_argument("--wandb", action="store_true", help="also log to Weights & Biases, as its project sana")
     parser.add_argument(
@@ -48,6 +48,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="predict memory and time, train nothing")
     parser.add_argument("--card", type=float, metavar="GB", help="with --plan: a GPU to fit; without it this machine's")
     parser.add_argument("--cards", type=int, default=1, metavar="N", help="with --plan: how many train together")
+    format_options = parser.format_help
+
+    def format_help() -> str:
+        # The settings import torch, which takes long. Only the help needs their description.
+        from ..training.settings_file import describe_settings
+
+        return f"{format_options()}\nkeys of the TOML file, with their defaults:\n\n{describe_settings()}\n"
+
+    parser.format_help = format_help  # type: ignore[method-assign]
 
 
 def run(arguments: argparse.Namespace) -> None:

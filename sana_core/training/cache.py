@@ -1,12 +1,13 @@
-"""Latents and embeddings on disk, so that neither VAE nor text encoder is in memory while a model learns.
+"""Latents and embeddings of samples, in a cache on disk or streamed, so that neither VAE nor text encoder is in memory
+while a model trains from the cache.
 
-    folder/latents/ab/KEY.safetensors    latents [32, h, w] float32, weight [1, h, w] float32 where there is a mask;
-                                         of control images likewise
-    folder/texts/ab/KEY.safetensors      embeds [T, C] in the encoder's dtype, mask [T] uint8, without the padding
-    folder/digests.json                  the digests of images, so that unchanged files are not read again
+    folder/latents/ab/KEY.safetensors    latents [32, h, w] float32, and with a mask the weight [1, h, w] float32;
+                                         the same for control images
+    folder/texts/ab/KEY.safetensors      embeds [T, C] in the encoder's dtype, mask [T] uint8, without padding
+    folder/digests.json                  digests of images, so that unchanged files are not read again
 
-A key is the digest of all that the entry depends on. So what changes is another entry, and nothing is ever stale. An
-entry is written whole, with the digest of its tensors; every writer writes the same.
+A key is the digest of everything that the entry depends on. A change therefore gives another entry, and no entry is
+ever stale. An entry is written as a whole, with the digest of its tensors. All writers write the same bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..checkpoints.fingerprint import file_stat
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
@@ -31,35 +33,36 @@ from ..runtime.text import Json, brief
 from .dataset import Faults, Sample, without_traceback
 from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
 
-# pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor
+# Pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor.
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
-# caption, and whether the instruction stands before it, to embeds [1, T, C] and mask [1, T]
+# Caption, and whether the instruction precedes it, to embeds [1, T, C] and mask [1, T].
 EncodeCaption = Callable[[str, bool], tuple[torch.Tensor, torch.Tensor]]
 logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
-# of the entries; a higher one makes all of them again
+# Version of the entries. A new version encodes all of them again.
 VERSION = 1
 DIGESTS = "digests.json"
-# bytes of that file; an image takes 140
+# Bytes of DIGESTS. An image takes 140.
 LARGEST_DIGESTS = 10**9
-# the tensor in an entry that tells whether the others are what was written
+# Name of the tensor with the digest of the others.
 CHECK = "sha256"
-# errors of an image's own files
+# Errors of the files of one image.
 IMAGE_FAULTS = (InputError, MissingFileError, ReadError)
-# an image and its mask
+# An image and its mask.
 Files = tuple[FileRange, FileRange | None]
 BrokenImages = dict[Files, SanaError]
 
 
 class Encoders(NamedTuple):
-    """What latents and embeddings are made by."""
+    """The functions that compute latents and embeddings."""
 
     pixels: EncodePixels
     caption: EncodeCaption
 
 
 class ModelIds(NamedTuple):
-    """Identifies the models that entries come from: weights, configuration, dtype, tokenizer and instruction."""
+    """Digests of the models that encode: of weights and configuration, and of the text encoder also the dtype, the
+    tokenizer and the instruction."""
 
     autoencoder: str
     text_encoder: str
@@ -69,27 +72,24 @@ class Batch(NamedTuple):
     """Samples of one bucket, on the CPU."""
 
     latents: torch.Tensor  # [B, 32, h, w] float32
-    embeds: torch.Tensor  # [B, T, C], zeros behind the tokens
+    embeds: torch.Tensor  # [B, T, C], zeros after the tokens
     mask: torch.Tensor  # [B, T] int64
-    weight: torch.Tensor | None  # [B, 1, h, w] float32 of the loss, None where no sample has a mask
+    weight: torch.Tensor | None  # weight of the loss [B, 1, h, w] float32; None: no sample has a mask
     names: list[str]
-    control: torch.Tensor | None = None  # [B, 32, h, w] float32, the control images'
+    control: torch.Tensor | None = None  # latents of control images [B, 32, h, w] float32
 
 
 class Cache(NamedTuple):
-    """The entries of a list of samples, by their indices, and the empty prompt."""
+    """The cached entries of a list of samples, in the order of the samples, and the empty prompt."""
 
     names: list[str]
     latents: list[Path]
     texts: list[Path]
-    empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
-    controls: Sequence[Path] = ()  # of a ControlNet's training, as many as the others
+    empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
+    controls: Sequence[Path] = ()  # empty unless all samples have a control image
 
     def load(self, indices: Sequence[int]) -> Batch:
-        """Return the samples with these indices, of one bucket, padded to the longest caption among them.
-
-        Raises ReadError for an entry that was damaged or removed since the cache was built.
-        """
+        """Return the samples with these indices. They must have the same bucket."""
         images, texts = ([read_entry(paths[index]) for index in indices] for paths in (self.latents, self.texts))
         controls = [read_entry(self.controls[index]) for index in indices] if self.controls else []
         return join_batch([self.names[index] for index in indices], images, texts, controls)
@@ -98,10 +98,9 @@ class Cache(NamedTuple):
 def join_batch(
     names: list[str], images: Sequence[Tensors], texts: Sequence[Tensors], controls: Sequence[Tensors]
 ) -> Batch:
-    """Return samples of one bucket as a batch, from what `encode_image` and `encode_tokens` return of each."""
-    length = max(len(text["mask"]) for text in texts)
-    embeds = torch.stack([pad(text["embeds"], length) for text in texts])
-    mask = torch.stack([pad(text["mask"], length).long() for text in texts])
+    """Return a batch of the latents and embeddings of samples with one bucket, padded to the longest caption."""
+    embeds = pad_sequence([text["embeds"] for text in texts], batch_first=True)
+    mask = pad_sequence([text["mask"] for text in texts], batch_first=True).long()
     weight = None
     if any("weight" in image for image in images):
         ones = torch.ones(1, *images[0]["latents"].shape[1:])
@@ -121,88 +120,85 @@ def build_cache(
     progress: Callable[[int, int], None] = lambda done, total: None,
     broken: BrokenImages | None = None,
 ) -> Cache:
-    """Return the cache of `samples`, cropped to their `buckets`, after encoding what `store` does not hold yet.
+    """Encode the entries of `samples` that `store` does not have yet, and return all of them.
 
-    Control images are cropped and encoded as images are, where all samples have one. `encode` is called for that
-    alone: all captions first, then all images, so that the first call of each may load its model and drop the other.
-    `ids` has to change with whatever they depend on. `poll` is called for each entry and cancels by raising; what was
-    encoded stays, and the next call resumes. `progress` gets how many entries of how many are there. Images that cannot
-    be read are added to `broken`, and the cache that is returned lacks them: encode again without their samples.
-    Without `broken`, an error names all of them at the end. Raises OutputError
-    for a folder that cannot be written, and as `Digests` and `open_image` do.
+    Images are cropped to their `buckets`, and so are control images, if all samples have one. All captions are encoded
+    before all images, so that `encode` can load one model at a time. `ids` must identify the models of `encode`. `poll`
+    is called for each entry and cancels by raising. Entries that are finished stay on disk, and the next call resumes.
+    `progress` gets the number of finished entries and of all entries.
+
+    Images that cannot be read are added to `broken` and are missing in the cache, so call again without their samples.
+    If `broken` is None, an error names all of them. The other images are encoded first.
     """
-    controlled = [control_sample(sample) for sample in samples if sample.control is not None]
-    controlled = controlled if len(controlled) == len(samples) else []
-    total, done = 2 * len(samples) + len(controlled) + 1, 0
-    digests, known = Digests(store), set[Path]()
+    controls = [control_sample(sample) for sample in samples if sample.control is not None]
+    controls = controls if len(controls) == len(samples) else []
+    images = [*zip(samples, buckets, strict=True), *zip(controls, buckets, strict=False)]
+    total, finished = len(samples) + len(images) + 1, 0
+    digests, checked_paths = Digests(store), set[Path]()
     faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
+        nonlocal finished
+        finished += 1
+        progress(finished, total)
         poll()
 
-    def find_or(path: Path, make: Callable[[], Tensors]) -> Path:
-        if path not in known:
-            store.find_or(path, make)
-            known.add(path)
+    def encode_caption(parts: list[str], encode_entry: Callable[[], Tensors]) -> Path:
+        path = entry_path(store.folder, "texts", [*parts, ids.text_encoder])
+        if path not in checked_paths:
+            store.find_or(path, encode_entry)
+            checked_paths.add(path)
         advance()
         return path
 
-    def find_text(parts: list[str], make: Callable[[], Tensors]) -> Path:
-        return find_or(entry_path(store.folder, "texts", [*parts, ids.text_encoder]), make)
-
-    def find_latents(sample: Sample, bucket: Bucket) -> Path | None:
-        files, image = files_of(sample), None
-        if files in faults:
-            advance()
-            return None
-        try:
-            parts = [digests.of(place, sample.name) for place in files if place]
-            own = [] if sample.crop == MIDDLE else [sample.crop]
-            path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *own])
-            if path not in known and not store.has(path):
-                image = read_image(sample, bucket, parts)
-        except IMAGE_FAULTS as fault:
-            faults[files] = without_traceback(fault)
-            # The others are encoded first, so that one error names all broken images.
-            logger.warning("%s", fault)
-            advance()
-            return None
-        if image is not None:
-            store.put(path, encode_image(encode.pixels, sample, *image))
-        known.add(path)
+    def encode_sample(sample: Sample, bucket: Bucket) -> Path | None:
+        files, path, pixels = files_of(sample), None, None
+        if files not in faults:
+            try:
+                parts = [digests.of(place, sample.name) for place in files if place]
+                crop = [] if sample.crop == MIDDLE else [sample.crop]
+                path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *crop])
+                if path not in checked_paths and not store.has(path):
+                    pixels = read_image(sample, bucket, parts)
+            except IMAGE_FAULTS as fault:
+                faults[files] = without_traceback(fault)
+                logger.warning("%s", fault)
+                path = None
+        if path is not None:
+            if pixels is not None:
+                store.put(path, encode_image(encode.pixels, sample, *pixels))
+            checked_paths.add(path)
         advance()
         return path
 
-    empty = find_text(["empty"], partial(encode_text, encode.caption, "", False))
+    empty = encode_caption(["empty"], partial(encode_text, encode.caption, "", False))
     captions = [sample.caption for sample in samples]
-    texts = [find_text(["caption", each], partial(encode_tokens, encode.caption, each)) for each in captions]
+    texts = [encode_caption(["caption", text], partial(encode_tokens, encode.caption, text)) for text in captions]
     try:
-        latents = [find_latents(*each) for each in zip(samples, buckets, strict=True)]
-        controls = [find_latents(*each) for each in zip(controlled, buckets, strict=False)]
+        paths = [encode_sample(sample, bucket) for sample, bucket in images]
     finally:
         digests.save()
     if broken is None:
         Faults(faults.values()).check()
-    images, controls_found = ([path for path in paths if path] for paths in (latents, controls))
-    return Cache([sample.name for sample in samples], images, texts, read_entry(empty), controls_found)
+    latents, control_latents = (
+        [path for path in part if path] for part in (paths[: len(samples)], paths[len(samples) :])
+    )
+    return Cache([sample.name for sample in samples], latents, texts, read_entry(empty), control_latents)
 
 
 def files_of(sample: Sample) -> Files:
-    """Return the files that the latents of a sample are made from."""
+    """Return the files that the latents of a sample depend on."""
     return sample.image, sample.mask
 
 
 def control_sample(sample: Sample) -> Sample:
-    """Return the control image of `sample`, which has one, as a sample of its own."""
+    """Return a sample with the control image of `sample` as its image. `sample` must have one."""
     assert sample.control is not None
     return Sample(f"{sample.name} (control image)", "", sample.size, sample.control, crop=sample.crop)
 
 
 def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
-    """Return embeds [T, C] and mask [T] of a caption. Raises InputError for what is not finite."""
+    """Return embeds [T, C] and mask [T] of a caption, with padding. Raises InputError if they are not finite."""
     embeds, mask = (tensor[0].detach().cpu() for tensor in encode(caption, instruction))
     if not embeds.isfinite().all():
         raise InputError(
@@ -213,7 +209,7 @@ def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tenso
 
 
 def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
-    """Return embeds and mask of a caption with the instruction, without what is behind its last token."""
+    """Return embeds and mask of a caption with the instruction, up to its last token."""
     text = encode_text(encode, caption, True)
     length = int(text["mask"].nonzero().max()) + 1
     return {name: values[:length].contiguous() for name, values in text.items()}
@@ -222,10 +218,9 @@ def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
 def read_image(
     sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the pixels [3, H, W] of a sample, and the loss weight [1, H / 32, W / 32] of its mask or None.
+    """Return the pixels [3, H, W] of a sample, and the weight of the loss [1, H / 32, W / 32] if it has a mask.
 
-    `digests` are the digests of image and mask by which an entry is found. Raises as `open_image` does, ReadError for
-    files that have changed since, and InputError for a mask that is all black.
+    Raises ReadError if the image and the mask do not have the `digests`, and InputError for a mask that is all black.
     """
     parts = [read_range(place, sample.name) for place in (sample.image, sample.mask) if place]
     if digests is not None and [digest_of(part) for part in parts] != digests:
@@ -240,7 +235,7 @@ def read_image(
 def encode_image(
     encode: EncodePixels, sample: Sample, pixels: torch.Tensor, weight: torch.Tensor | None = None
 ) -> Tensors:
-    """Return latents [32, h, w] of what `read_image` returns, and the weight [1, h, w] of the mask, if there is one.
+    """Return the latents [32, h, w] of the pixels [3, H, W] of a sample, together with its `weight`.
 
     Raises InputError for latents of another shape, and for latents that are not finite.
     """
@@ -255,25 +250,16 @@ def encode_image(
     return {"latents": latents.contiguous(), **({} if weight is None else {"weight": weight})}
 
 
-def pad(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return `values` [t, ...] with zeros behind them, [length, ...]."""
-    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
-
-
 class Stream(NamedTuple):
-    """Samples in their buckets, encoded for the step that learns them and kept nowhere: data sets larger than any
-    disk."""
+    """Samples that are encoded for the step that uses them and are not cached. They may be larger than any disk."""
 
     samples: Sequence[Sample]
     buckets: Sequence[Bucket]
     encode: Encoders
-    empty: Tensors  # embeds [T, C] and mask [T], without instruction, the padding included
+    empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
 
     def load(self, indices: Sequence[int]) -> Batch:
-        """Return the samples with these indices, of one bucket, as a cache of them would to the bit.
-
-        Reads the images, and raises as `build_cache` does.
-        """
+        """Return the samples with these indices, bit-identical to `Cache.load`. They must have the same bucket."""
         broken: dict[int, SanaError] = {}
         _, batch = self.load_readable(indices, broken)
         Faults(broken.values()).check()
@@ -283,25 +269,25 @@ class Stream(NamedTuple):
     def load_readable(
         self, indices: Sequence[int], broken: dict[int, SanaError], skip: bool = False
     ) -> tuple[list[int], Batch]:
-        """Return the indices whose images can be read, and a batch of them, of one bucket.
+        """Return the indices whose images can be read, and a batch of them. All must have the same bucket.
 
-        The faults of the others are added to `broken`. If there are any, nothing more is encoded unless they are to be
-        skipped, and the rest is only read, to find out what else is broken. A batch without any image is `blank`.
+        The faults of the others are added to `broken`. Unless they are skipped, nothing is encoded after the first
+        fault, and the other images are only read to find more faults. A batch without an image is `blank`.
         """
         readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
         for index in indices:
             sample, bucket = self.samples[index], self.buckets[index]
             parts = [sample] if sample.control is None else [sample, control_sample(sample)]
             try:
-                images_and_weights = [read_image(part, bucket) for part in parts]
+                pixels = [read_image(part, bucket) for part in parts]
             except IMAGE_FAULTS as fault:
                 broken[index] = without_traceback(fault)
                 continue
             if broken and not skip:
                 continue
             encoded = [
-                encode_image(self.encode.pixels, part, *image_and_weight)
-                for part, image_and_weight in zip(parts, images_and_weights, strict=True)
+                encode_image(self.encode.pixels, part, *pixels_and_weight)
+                for part, pixels_and_weight in zip(parts, pixels, strict=True)
             ]
             readable.append(index)
             images.append(encoded[0])
@@ -313,7 +299,7 @@ class Stream(NamedTuple):
         return readable, join_batch(names, images, texts, controls)
 
     def blank(self, index: int) -> Batch:
-        """Return zeros in place of the sample, with the empty prompt. A rank without images computes with them."""
+        """Return zeros in the sample's bucket with the empty prompt. A rank without images computes with them."""
         width, height = self.buckets[index]
         zeros = {"latents": torch.zeros(CHANNELS, height // DOWNSCALE, width // DOWNSCALE)}
         sample = self.samples[index]
@@ -321,22 +307,20 @@ class Stream(NamedTuple):
 
 
 class Store(NamedTuple):
-    """A cache's folder, which several runs may share, and the one in it where a run's unfinished entries lie."""
+    """The folder of a cache. Several runs may share it."""
 
     folder: Path
-    parts: Path | None = None  # without one beside the entries
+    # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
+    parts: Path | None = None
 
     def find_or(self, path: Path, make: Callable[[], Tensors]) -> Path:
-        """Return the entry's `path` once it is there and whole; a damaged one is in the log, and is written over.
-
-        Raises OutputError and leaves nothing half written then.
-        """
+        """Return the `path` of an entry after writing it, if it is missing or damaged."""
         if not self.has(path):
             self.put(path, make())
         return path
 
     def put(self, path: Path, tensors: Tensors) -> None:
-        """Write an entry. Raises OutputError."""
+        """Write an entry. Raises OutputError, and then leaves no part of it."""
         from safetensors.torch import save
 
         try:
@@ -348,7 +332,7 @@ class Store(NamedTuple):
             ) from error
 
     def has(self, path: Path) -> bool:
-        """Whether the entry `path` is there and whole. A damaged one is in the log."""
+        """Whether the entry `path` exists and is whole. The log names a damaged one."""
         if not path.exists():
             return False
         try:
@@ -359,20 +343,20 @@ class Store(NamedTuple):
         return True
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file of the cache, over an earlier one too. Raises OSError."""
+        """Write or replace a file of the cache."""
         for folder in filter(None, (path.parent, self.parts)):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, self.parts or path.parent, replace=True)
 
 
 def entry_path(folder: Path, kind: str, parts: Sequence[object]) -> Path:
-    """Return where the entry is that depends on `parts`, of JSON, and on nothing else."""
+    """Return the path of the entry that depends on `parts`, which are JSON, and on nothing else."""
     key = digest_of(json.dumps([VERSION, *parts]).encode())
     return folder / kind / key[:2] / f"{key}.safetensors"
 
 
 def check_sum(tensors: Tensors) -> torch.Tensor:
-    """Return the digest [32] of names, shapes, dtypes and bytes of `tensors`, as uint8."""
+    """Return the digest [32] of the names, shapes, dtypes and bytes of `tensors` as uint8."""
     digest = hashlib.sha256()
     for name, values in sorted(tensors.items()):
         digest.update(f"{name} {values.dtype} {list(values.shape)} ".encode())
@@ -381,7 +365,7 @@ def check_sum(tensors: Tensors) -> torch.Tensor:
 
 
 def read_entry(path: Path) -> Tensors:
-    """Return the tensors of an entry. Raises ReadError for one that is missing, damaged or not whole."""
+    """Return the tensors of an entry. Raises ReadError if it is missing, damaged or incomplete."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -398,20 +382,20 @@ def read_entry(path: Path) -> Tensors:
 class Digests:
     """The digests of images, stored in the cache's folder so that each unchanged image is read once.
 
-    Its file may be readable by people who must not learn where the images are, so it contains no paths. The key of a
-    digest is itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file.
-    Nobody can check a guessed path against it without knowing those numbers, and a changed image has another key.
+    People who must not learn where the images are may read the file, so it contains no paths. The key of a digest is
+    itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file. Nobody can
+    check a guessed path against it without these numbers, and a changed image has another key.
 
-    Raises ExistingFileError for a file of others under that name, which stays as it is if it comes later too.
+    Raises ExistingFileError for a file with this name that is no run's. That file stays as it is.
     """
 
     def __init__(self, store: Store) -> None:
         self.store, self.file = store, store.folder / DIGESTS
-        self.kept = self.read()
+        self.digests = self.read()
         self.changed = False
 
     def read(self) -> Json:
-        """Return what the folder has. Raises ExistingFileError for a file that no run has written."""
+        """Return the digests on disk."""
         try:
             digests = json.loads(read_small(self.file, LARGEST_DIGESTS))
             if digests and all(len(digest) == 64 for pair in digests.items() for digest in pair):
@@ -425,21 +409,23 @@ class Digests:
         )
 
     def of(self, place: FileRange, name: str) -> str:
-        """Return the digest of the bytes at `place`. Raises as `read_range` does."""
+        """Return the digest of the bytes at `place`. Errors call them `name`."""
         try:
             stat = file_stat(place.file)
         except OSError:
             # Reading it raises an error that names the image.
             return digest_of(read_range(place, name))
         key = digest_of(json.dumps([str(place.file.absolute()), place.start, place.length, stat]).encode())
-        if key not in self.kept:
-            self.kept[key] = digest_of(read_range(place, name))
+        if key not in self.digests:
+            self.digests[key] = digest_of(read_range(place, name))
             self.changed = True
-        return self.kept[key]
+        return self.digests[key]
 
     def save(self) -> None:
-        """Keep them beside what others have kept meanwhile; a folder that cannot be written makes the next run read the
-        images again."""
+        """Write the digests, together with those that other runs have written meanwhile.
+
+        If the folder cannot be written, the next run reads the images again.
+        """
         if self.changed:
             with suppress(OSError):
-                self.store.write(self.file, json.dumps({**self.read(), **self.kept}).encode())
+                self.store.write(self.file, json.dumps({**self.read(), **self.digests}).encode())

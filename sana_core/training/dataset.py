@@ -1,24 +1,26 @@
-"""A data set as a list of samples: images with captions, masks and control images, from a folder, jsonl or tars.
+"""A data set as a list of samples: images with captions, masks and control images, from a folder, a jsonl or tars.
 
-Files that belong together have one stem: `a.png`, its caption `a.txt`, or else `a.json` with "prompt", "caption" or
-"text", its mask `a-mask.png` or `a.mask.png`, and so is the `a-control.png` that a ControlNet learns to follow. An
-`a-mask.png` with a caption of its own is an image. An empty `a.txt` is an image that is learned without a caption; a
-missing one is an error. Names that begin with a dot are left out. Names that differ only in how accents are encoded are
-the same.
+Files of one image have the same stem: `a.png`, its caption `a.txt`, or else `a.json` with "prompt", "caption" or
+"text", its mask `a-mask.png` or `a.mask.png`, and its control image `a-control.png` or `a.control.png`. An `a-mask.png`
+with a caption is an image. An empty `a.txt` means that the image is trained without a caption. A missing caption is an
+error.
+Names that begin with a dot are ignored. Names that differ only in the encoding of their accents are the same.
 
-In a tar, WebDataset's fields work as well: in `a.caption.txt` and `a.seg.png`, everything after the first dot is the
-field of the sample `a`.
+Tars are read in place. Their names may also use WebDataset's fields (https://github.com/webdataset/webdataset): in
+`a.caption.txt` and `a.seg.png`, everything after the first dot is the field of the sample `a`. NVIDIA's
+tools/ImgDataset2WebDatasetMS.py writes such tars, and wids-meta.json lists them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from io import BytesIO
-from pathlib import Path, PurePosixPath
+from io import BytesIO, FileIO
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple
 from unicodedata import normalize
 
@@ -26,62 +28,87 @@ from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
 from ..runtime.text import Json, brief
-from .data_files import TAR_ENDINGS, check_inner, find_inside, list_folder, list_shards, list_tar
-from .images import MIDDLE, OTHER_ENDINGS, Crop, FileRange, decode_image, image_endings, read_range, upright_size
+from .images import (
+    MIDDLE,
+    OTHER_ENDINGS,
+    Crop,
+    FileRange,
+    decode_image,
+    image_endings,
+    opened_range,
+    read_range,
+    upright_size,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
-# of Hugging Face's folders of images, and of WebDataset's
-LISTS = ("metadata.jsonl", "wids-meta.json")
-# what the stem of a mask or of a control image ends with
+# The list of a folder of Hugging Face, and the list of WebDataset's tars.
+METADATA, SHARDS = "metadata.jsonl", "wids-meta.json"
+# Ends of the stems of masks and control images.
 COMPANIONS = {"-mask": "mask", ".mask": "mask", "-control": "control", ".control": "control"}
+# Keys of a caption in JSON, and names of WebDataset's text fields.
 CAPTIONS = ("prompt", "caption", "text")
-# Names of WebDataset's fields with the image, where no field is just its ending. CAPTIONS are names of text fields.
+# Names of WebDataset's fields with the image. Without one, the field is only the ending.
 IMAGES = ("image", "img", "rgb")
-# bytes
-LARGEST_CAPTION = 1_000_000
-LARGEST_LIST = 1 << 30
-# faults that the log and an error name
-NAMED = 20
-# seconds
+COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+# The record of a training run, and its states and images in the same folder.
+RUN, STEPS, PICTURES, SHEET = "run.json", "steps", "pictures", "validations.png"
+# Folders that macOS adds to archives, that a Synology NAS adds to folders with images, and that old programs create
+# from the extended headers of a tar.
+HIDDEN = re.compile(r"__MACOSX|@eaDir|PaxHeaders?(\.\d+)?")
+# Limits in bytes. The header of a tar's member contains its name.
+LARGEST_CAPTION, LARGEST_LIST, LARGEST_HEADER = 1_000_000, 1 << 30, 1 << 20
+# NVIDIA's tars have 10,000 samples.
+MOST_MEMBERS = 1_000_000
+# How many faults the log and an error name, and how many files the log names for each remark.
+NAMED, SHOWN = 20, 5
+# Seconds to look for broken pixels, once another fault is known.
 CHECKED = 30.0
-# files of each remark that the log names
-SHOWN = 5
+# Remarks for the log.
+LEFT_OUT = "images are left out, which cannot be read here (.heic needs pip install pillow-heif; save others as PNG)"
+ALONE = "texts belong to no image"
+UNLISTED = "images are not in metadata.jsonl and are left out"
+CAPTIONED = "names end like a mask or control image, but have captions and are images"
+FIELDS = "fields of samples are not used"
+RUNS = "folders of training runs are left out"
 
-
-# texts, each with the share of the epochs that learn it
+# Captions of one image, and how often an epoch uses each, relative to the others.
 Captions = tuple[tuple[str, float], ...]
+# Names of files that are left out or read in an unexpected way, by remark.
+Remarks = dict[str, list[str]]
+# Names of the files of one stem, by kind: "image", "mask", "control", or the ending.
+Kinds = dict[str, list[str]]
 
 
 class Sample(NamedTuple):
-    """An image, and what it shows."""
+    """An image with its caption. The fields after `captions` depend on the phase that uses it."""
 
-    name: str  # relative path, or tar:member
+    # Path in the data set, or tar:member.
+    name: str
     caption: str
-    size: tuple[int, int]  # width, height, upright
+    # Width and height of the upright image.
+    size: tuple[int, int]
     image: FileRange
     mask: FileRange | None = None
     control: FileRange | None = None
-    captions: Captions = ()  # where there are several
-    # by the settings of a phase, of `variants`
+    # All captions, if there are several.
+    captions: Captions = ()
     resolution: int = 0
-    weight: float = 1.0  # of its loss
-    prior: bool = False  # a regularisation image
+    # Factor of the loss.
+    weight: float = 1.0
+    # A regularisation image.
+    prior: bool = False
     crop: Crop = MIDDLE
+    # Variants of one image have the same group. An epoch uses one of them, with probabilities according to `share`.
     group: int = 0
     share: float = 1.0
 
 
-# makes a sample, or raises what is wrong with it
-Make = Callable[[], Sample]
-
-
 class Faults:
-    """The faults of a data set: the number of all, and the first ones without their tracebacks, which would hold the
-    data that was read."""
+    """The faults of a data set: how many there are, and the first NAMED of them."""
 
     def __init__(self, faults: Iterable[SanaError] = ()) -> None:
         self.first: list[SanaError] = []
@@ -95,8 +122,8 @@ class Faults:
             self.first.append(without_traceback(fault))
 
     def check(self) -> None:
-        """Raise the first fault. If there are more, log the first ones, and add the names of their files to the
-        error."""
+        """Raise the first fault, if there is one. With several faults, the error names their files, and the log lists
+        them."""
         if not self.count:
             return
         first = self.first[0]
@@ -110,75 +137,59 @@ class Faults:
 
 
 def without_traceback(fault: SanaError) -> SanaError:
+    """Return a copy of `fault`. A traceback would keep the data in memory that was read."""
     return type(fault)(str(fault))
 
 
 def name_in(fault: SanaError) -> str:
-    """Return the name of the file that a fault begins with."""
+    """Return the name of the file at the beginning of a fault."""
     return str(fault).partition(": ")[0]
 
 
 def is_unreadable(fault: SanaError) -> bool:
-    """Whether `fault` is one that `skip_broken` leaves out: an image that is missing, broken or cannot be read."""
+    """Whether `skip_broken` leaves out an image with this fault: it is missing, broken or cannot be read."""
     return isinstance(fault, (MissingFileError, ReadError))
 
 
 def warn_of_skipped(faults: Sequence[SanaError]) -> None:
-    """Log the names of the images that `skip_broken` leaves out, and the reason of the first one."""
+    """Log the names of the images that `skip_broken` leaves out, and the first fault."""
     names = ", ".join(map(name_in, faults))
     logger.warning("dataset: skip_broken leaves out %d images: %s; the first: %s", len(faults), names, faults[0])
 
 
-class Remarks:
-    """Files of a data set that are left out or read in an unexpected way, with the reason."""
-
-    def __init__(self) -> None:
-        # Reason: the number of files, and the names of the first ones.
-        self.files: dict[str, tuple[int, list[str]]] = {}
-
-    def add(self, reason: str, name: str) -> None:
-        count, first = self.files.get(reason, (0, []))
-        self.files[reason] = (count + 1, first if count >= SHOWN else [*first, name])
-
-    def log(self) -> None:
-        """Write one line for each reason."""
-        for reason, (count, first) in self.files.items():
-            more = f" and {count - len(first)} more" if count > len(first) else ""
-            logger.warning("dataset: %d %s: %s%s", count, reason, ", ".join(first), more)
-
-
-LEFT_OUT = "images are left out, which cannot be read here (.heic needs pip install pillow-heif; save others as PNG)"
-ALONE = "texts belong to no image"
-UNLISTED = "images are not in metadata.jsonl and are left out"
-CAPTIONED = "names end like a mask or control image, but have captions and are images"
-FIELDS = "fields of samples are not used"
-RUNS = "folders of training runs are left out"
-
-
 def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) -> list[Sample]:
-    """Return the samples of a folder with all in it, of a .jsonl, a .tar, or the tars that a wids-meta.json lists.
+    """Return the samples of a folder and its subfolders, of a .jsonl, a .tar, or the tars in a wids-meta.json.
 
-    A folder that holds metadata.jsonl or wids-meta.json is what that lists. Sorted by name, a jsonl's in its own order.
-    Of images only the headers are read; `poll` is called for each and cancels by raising. With `skip_broken` images
-    that are missing or cannot be read are left out, and the log lists them. Raises SanaError for the
-    first fault, with the number of the others, which the log names; InputError for a data set without images.
+    A metadata.jsonl or wids-meta.json in a folder replaces the other files of the folder. Samples are sorted by name,
+    and a .jsonl keeps its order. Only the headers of images are read. `poll` is called for each image and cancels by
+    raising. With `skip_broken`, images that are missing or cannot be read are left out, and the log lists them.
+
+    Raises InputError for a data set without images, and otherwise the first fault. It names the other faults too.
     """
-    faults, samples, skipped, remarks = Faults(), list[Sample](), list[SanaError](), Remarks()
-    for make in list_samples(Path(path), remarks):
+    faults, samples, skipped = Faults(), list[Sample](), list[SanaError]()
+    remarks: Remarks = {}
+    for sample in list_samples(Path(path), faults, remarks):
         poll()
-        try:
-            samples.append(make())
-        except SanaError as fault:
-            # A folder or tar that cannot be read may hold many good images, so it is never skipped.
-            is_container = isinstance(make, partial) and make.func is refuse
-            if skip_broken and is_unreadable(fault) and not is_container:
-                skipped.append(without_traceback(fault))
-            else:
-                faults.add(fault)
+        if isinstance(sample, Sample):
+            samples.append(sample)
+        elif skip_broken and is_unreadable(sample):
+            skipped.append(sample)
+        else:
+            faults.add(sample)
     if faults.count:
-        # Name the images with a good header and broken pixels in the same error.
-        add_broken(faults, samples, poll)
-    remarks.log()
+        # The error should also name images with a good header and broken pixels.
+        end = time.monotonic() + CHECKED
+        for sample in samples:
+            poll()
+            if time.monotonic() > end:
+                break
+            try:
+                open_image(sample)
+            except SanaError as fault:
+                faults.add(fault)
+    for remark, names in remarks.items():
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        logger.warning("dataset: %d %s: %s%s", len(names), remark, ", ".join(names[:SHOWN]), more)
     faults.check()
     if skipped:
         warn_of_skipped(skipped)
@@ -190,79 +201,153 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
     return samples
 
 
-def add_broken(faults: Faults, samples: Iterable[Sample], poll: Poll) -> None:
-    """Add the images to `faults` that cannot be decoded, as far as they are found within CHECKED seconds."""
-    end = time.monotonic() + CHECKED
-    for sample in samples:
-        poll()
-        if time.monotonic() > end:
-            return
-        try:
-            open_image(sample)
-        except SanaError as fault:
-            faults.add(fault)
-
-
-def list_samples(path: Path, remarks: Remarks) -> Iterator[Make]:
-    """Yield what makes each of the samples at `path`, by what it is."""
-    if path.is_dir():
-        for listed in LISTS:
-            if (path / listed).is_file():
-                yield from list_samples(path / listed, remarks)
-                return
-        files, faults, runs = list_folder(path)
-        for inner in runs:
-            remarks.add(RUNS, inner)
-        yield from (partial(refuse, fault) for fault in faults)
-        yield from list_pairs({name: FileRange(file) for name, file in files.items()}, "", remarks)
-        tars = {name: file for name, file in files.items() if name.lower().endswith(TAR_ENDINGS)}
-        yield from list_tars(tars, remarks)
-    elif not path.exists():
-        raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
-    elif path.suffix == ".jsonl":
-        yield from list_lines(path, remarks)
-    elif path.suffix == ".tar":
-        yield from list_tars({path.name: path}, remarks)
-    elif path.name == "wids-meta.json":
-        document = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name)
-        shards = list_shards(document, path.name)
-        yield from list_tars({inner: find_inside(path.parent, inner, path.name) for inner in shards}, remarks)
-    else:
-        raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
-
-
-def refuse(fault: SanaError) -> Sample:
-    raise fault
-
-
 def open_image(sample: Sample) -> Image:
-    """Return the sample's image as RGB, upright, transparent parts on white.
-
-    Raises ReadError for a broken one, MissingFileError, and InputError.
-    """
+    """Return the image of a sample as RGB, upright, with transparent parts on white."""
     return decode_image(read_range(sample.image, sample.name), sample.name)
 
 
-def list_tars(shards: Mapping[str, Path], remarks: Remarks) -> Iterator[Make]:
-    """Yield what makes the samples of each tar, or for a whole tar that is broken what is wrong."""
-    for shard, file in sorted(shards.items()):
+def check_controls(samples: Iterable[Sample]) -> None:
+    """Raise InputError if a sample has no control image."""
+    faults = Faults()
+    for name in [sample.name for sample in samples if sample.control is None]:
+        stem = PurePosixPath(name).stem
+        faults.add(
+            InputError(f"{name}: has no control image, expected {stem}-control.png beside it, or choose method lora")
+        )
+    faults.check()
+
+
+def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sample | SanaError]:
+    """Yield each sample at `path`, or the fault of its files.
+
+    A folder or tar that cannot be read may contain many good images, so `skip_broken` never skips it: its fault is
+    added to `faults`.
+    """
+    if path.is_dir():
+        path = next((path / name for name in (METADATA, SHARDS) if (path / name).is_file()), path)
+    tars: dict[str, Path] = {}
+    if path.is_dir():
+        files = list_folder(path, faults, remarks)
+        yield from join_files({name: FileRange(file) for name, file in files.items()}, "", remarks)
+        tars = {name: file for name, file in files.items() if name.lower().endswith(".tar")}
+    elif not path.exists():
+        raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
+    elif path.suffix == ".jsonl":
+        yield from read_lines(path, remarks)
+    elif path.suffix == ".tar":
+        tars = {path.name: path}
+    elif path.name == SHARDS:
+        shards = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name).get("shardlist")
+        if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+            raise InputError(f"{path.name}: expected a list 'shardlist' of tars; make it again, or remove it")
+        names = [check_inner(shard.get("url"), path.name) for shard in shards]
+        tars = {name: find_inside(path.parent, name, path.name) for name in names}
+    else:
+        raise InputError(f"dataset: got the file {path.name}, expected a folder, a .jsonl or an uncompressed .tar")
+    for name, file in sorted(tars.items()):
         try:
-            members = list_tar(file, shard)
+            members = list_tar(file, name)
         except SanaError as fault:
-            yield partial(refuse, fault)
+            faults.add(fault)
         else:
-            yield from list_pairs(members, f"{shard}:", remarks, has_fields=True)
+            yield from join_files(members, f"{name}:", remarks, has_fields=True)
 
 
-# Files of one stem, by their kinds: "image", "mask", "control", or their ending.
-Kinds = dict[str, list[str]]
+def list_folder(root: Path, faults: Faults, remarks: Remarks) -> dict[str, Path]:
+    """Return the files below `root` by their path in it, with slashes. Links to folders are not followed.
+
+    Hidden files are left out. A training run may write into a folder inside its data. Its previews have no captions,
+    and the next run must not learn from them. So folders with run.json are left out, and if `root` has run.json, the
+    run's own images.
+    """
+    files: dict[str, Path] = {}
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = [entry for entry in sorted(folder.iterdir()) if not is_hidden(entry.name)]
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            faults.add(ReadError(f"{folder}: cannot be read ({reason}); see its rights, its links and its disk"))
+            continue
+        if any(entry.name == RUN for entry in entries):
+            if folder != root:
+                remarks.setdefault(RUNS, []).append(folder.relative_to(root).as_posix())
+                continue
+            entries = [entry for entry in entries if entry.name not in (STEPS, PICTURES, SHEET)]
+        for entry in entries:
+            name = entry.relative_to(root).as_posix()
+            try:
+                check_inner(name, "dataset")
+                if name.lower().endswith(COMPRESSED):
+                    raise InputError(f"{name}: a compressed tar, expected a plain one, to be read anywhere; unpack it")
+                if entry.is_symlink():
+                    find_inside(root, name, name)
+                    if entry.is_dir():
+                        continue
+            except SanaError as fault:
+                faults.add(fault)
+                continue
+            if entry.is_dir():
+                folders.append(entry)
+            else:
+                files[name] = entry
+    return files
 
 
-def list_pairs(
-    files: Mapping[str, FileRange], before: str, remarks: Remarks, has_fields: bool = False
-) -> Iterator[Make]:
-    """Yield what makes each image of `files` a sample, with what belongs to it; `before` stands before the names in
-    errors. With `has_fields`, names may have WebDataset's fields."""
+class Headers(FileIO):
+    """A tar whose headers cannot ask for more memory than headers need."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
+def list_tar(file: Path, name: str) -> dict[str, FileRange]:
+    """Return where the bytes of each file in the tar are. Errors call the tar `name`. Hidden files are left out.
+
+    Raises ReadError for a damaged or incomplete tar, and InputError for links, for two members with one name, and for
+    names that lead out of the tar.
+    """
+    members: dict[str, FileRange] = {}
+    try:
+        # The tar may be larger than memory. Only its headers are read.
+        with opened_range(FileRange(file), name, largest=1 << 62), Headers(file) as stream:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                while member := archive.next():
+                    if member.isdir() or any(map(is_hidden, PurePosixPath(member.name).parts)):
+                        continue
+                    if not member.isreg() or member.issparse():
+                        link = brief(member.name)
+                        raise InputError(
+                            f"{name}: {link} is a link or device, expected plain files; make the tar again"
+                        )
+                    inner = check_inner(member.name, name)
+                    if inner in members:
+                        raise InputError(f"{name}: holds {inner} twice; make the tar again")
+                    if len(members) == MOST_MEMBERS:
+                        raise InputError(f"{name}: expected at most {MOST_MEMBERS} files in a tar; divide it")
+                    members[inner] = FileRange(file, member.offset_data, member.size)
+            # To tarfile, any damage after the first member is the end of the tar.
+            stream.seek(archive.offset)
+            end = stream.read(tarfile.BLOCKSIZE)
+    except (tarfile.TarError, RecursionError, OverflowError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise ReadError(f"{name}: broken or incomplete tar ({brief(error)}); copy or make it again") from error
+    if end != bytes(tarfile.BLOCKSIZE):
+        raise ReadError(f"{name}: a tar without its end, the last of {len(members)} files may be lost; copy it again")
+    return members
+
+
+def join_files(
+    files: Mapping[str, FileRange], prefix: str, remarks: Remarks, has_fields: bool = False
+) -> Iterator[Sample | SanaError]:
+    """Yield the sample, or its fault, of every image in `files`, with the caption, mask and control image of its stem.
+
+    `prefix` precedes the names in samples and errors. With `has_fields`, names may have WebDataset's fields.
+    """
     endings = image_endings()
     stems: dict[str, Kinds] = {}
     for name in sorted(files):
@@ -271,24 +356,27 @@ def list_pairs(
         stem = normalize("NFC", name[: len(name) - len(suffix)])
         stems.setdefault(stem, {}).setdefault(kind, []).append(name)
         if kind in OTHER_ENDINGS:
-            remarks.add(LEFT_OUT, before + name)
+            remarks.setdefault(LEFT_OUT, []).append(prefix + name)
     if has_fields:
         for name in join_fields(stems):
-            remarks.add(FIELDS, before + name)
-    marked = [
-        (stem, stem[: -len(mark)], kind) for stem in stems for mark, kind in COMPANIONS.items() if stem.endswith(mark)
+            remarks.setdefault(FIELDS, []).append(prefix + name)
+    # List all companions before any is moved, because a mask may have a mask too.
+    companions = [
+        (stem, stem.removesuffix(mark), kind)
+        for stem in stems
+        for mark, kind in COMPANIONS.items()
+        if stem.endswith(mark) and "image" in stems[stem] and "image" in stems.get(stem.removesuffix(mark), ())
     ]
-    # found before any is moved, for a mask may have one too
-    for stem, base, kind in [each for each in marked if all("image" in stems.get(name, ()) for name in each[:2])]:
+    for stem, image_stem, kind in companions:
         if has_caption(stems[stem]):
-            remarks.add(CAPTIONED, before + stems[stem]["image"][0])
+            remarks.setdefault(CAPTIONED, []).append(prefix + stems[stem]["image"][0])
         else:
-            stems[base].setdefault(kind, []).extend(stems[stem].pop("image"))
+            stems[image_stem].setdefault(kind, []).extend(stems[stem].pop("image"))
     for stem, kinds in sorted(stems.items()):
         if "image" in kinds:
-            yield partial(pair, files, before, stem, kinds)
+            yield sample_or_fault(read_files, files, prefix, stem, kinds)
         elif ".txt" in kinds and not kinds.keys() & set(OTHER_ENDINGS):
-            remarks.add(ALONE, before + kinds[".txt"][0])
+            remarks.setdefault(ALONE, []).append(prefix + kinds[".txt"][0])
 
 
 def has_caption(kinds: Kinds) -> bool:
@@ -299,9 +387,9 @@ def join_fields(stems: dict[str, Kinds]) -> list[str]:
     """Move the image and the caption of WebDataset's fields to the stem of their sample. Return the names of images and
     texts in other fields, which are removed.
 
-    `stems` come from names up to the last dot. WebDataset reads a name up to the first dot as the sample, and the rest
-    as the field. An image with a caption, such as v1.2.png with v1.2.txt, is a sample and no field. A .json may also
-    describe a field, so it counts as a caption only where v1.png is no sample.
+    `stems` are names up to the last dot. WebDataset reads a name up to the first dot as the sample, and the rest as the
+    field. An image with a caption, such as v1.2.png with v1.2.txt, is a sample and no field. A .json may also describe
+    a field, so it counts as a caption only if v1.png is no sample.
     """
     samples: dict[str, dict[str, str]] = {}
     for stem, kinds in stems.items():
@@ -309,14 +397,14 @@ def join_fields(stems: dict[str, Kinds]) -> list[str]:
         sample, _, field = base.partition(".")
         sample_kinds = stems.get(folder + slash + sample, {})
         is_described = ".json" in kinds and not ("image" in sample_kinds and has_caption(sample_kinds))
-        is_whole = "image" in kinds and (".txt" in kinds or is_described)
-        if field and not is_whole and field not in COMPANIONS.values():
+        is_sample = "image" in kinds and (".txt" in kinds or is_described)
+        if field and not is_sample and field not in COMPANIONS.values():
             samples.setdefault(folder + slash + sample, {})[field.lower()] = stem
     unused = []
+    names_of = {"image": IMAGES, ".txt": CAPTIONS, ".json": CAPTIONS}
     for sample, fields in samples.items():
         kinds = stems.get(sample, {})
-        names_of = {"image": IMAGES, ".txt": CAPTIONS, ".json": CAPTIONS}
-        # The first field that has the kind, where the sample itself has none.
+        # For each kind that the sample itself does not have, the first field that has it.
         chosen = {
             kind: next((name for name in names if kind in stems.get(fields.get(name, ""), ())), None)
             for kind, names in names_of.items()
@@ -329,14 +417,59 @@ def join_fields(stems: dict[str, Kinds]) -> list[str]:
                 kinds[kind] = stems[fields[name]].pop(kind)
         stems[sample] = kinds
         for stem in fields.values():
-            other = stems.pop(stem)
-            unused += [name for kind in names_of for name in other.get(kind, [])]
+            field_kinds = stems.pop(stem)
+            unused += [name for kind in names_of for name in field_kinds.get(kind, [])]
     return unused
 
 
-def pair(files: Mapping[str, FileRange], before: str, stem: str, kinds: Mapping[str, list[str]]) -> Sample:
-    """Return the sample of the files with this stem, and of its mask and control image, by their kinds."""
-    name = before + kinds["image"][0]
+def read_lines(path: Path, remarks: Remarks) -> Iterator[Sample | SanaError]:
+    """Yield the sample, or its fault, of each line.
+
+    A line is {"file_name" or "image": path, "text" or "caption": ..., "mask": path, "control" or "conditioning_image":
+    path}. Paths are relative to the folder of the file and stay in it.
+    """
+    first_lines: dict[str, int] = {}
+    listed: set[str] = set()
+
+    def read_line(number: int, line: bytes) -> Sample:
+        where = f"{path.name} line {number}"
+        document = parse(line, where)
+        inner = check_inner(document.get("file_name", document.get("image")), where)
+        if first_lines.setdefault(inner, number) != number:
+            first = first_lines[inner]
+            raise InputError(f"{where}: {inner} stands in line {first} already, expected it once; remove one")
+        image = FileRange(find_inside(path.parent, inner, where))
+        listed.add(normalize("NFC", inner))
+        # diffusers' trainers of ControlNets call the control image "conditioning_image".
+        companions = (document.get("mask"), document.get("control", document.get("conditioning_image")))
+        mask, control = (
+            None if name is None else FileRange(find_inside(path.parent, check_inner(name, where), where))
+            for name in companions
+        )
+        listed.update(normalize("NFC", str(PurePosixPath(name))) for name in companions if name is not None)
+        return make_sample(inner, pick_captions(document, where), image, mask, control)
+
+    for number, line in enumerate(BytesIO(read_range(FileRange(path), path.name, LARGEST_LIST)), 1):
+        if line.strip():
+            yield sample_or_fault(read_line, number, line)
+    # Another .jsonl may list a part of the folder on purpose.
+    if path.name == METADATA:
+        endings = image_endings().union(OTHER_ENDINGS)
+        for name in sorted(list_folder(path.parent, Faults(), {})):
+            if PurePosixPath(name).suffix.lower() in endings and normalize("NFC", name) not in listed:
+                remarks.setdefault(UNLISTED, []).append(name)
+
+
+def sample_or_fault(read_sample: Callable[..., Sample], *arguments: object) -> Sample | SanaError:
+    try:
+        return read_sample(*arguments)
+    except SanaError as fault:
+        return without_traceback(fault)
+
+
+def read_files(files: Mapping[str, FileRange], prefix: str, stem: str, kinds: Kinds) -> Sample:
+    """Return the sample of the files with one stem."""
+    name = prefix + kinds["image"][0]
     for names in (kinds.get(kind, []) for kind in ("mask", "control", "image")):
         if len(names) > 1:
             raise InputError(f"{name}: {names[0]} and {names[1]} have one name, expected one of them; rename the other")
@@ -344,11 +477,11 @@ def pair(files: Mapping[str, FileRange], before: str, stem: str, kinds: Mapping[
     if text is None:
         stem = PurePosixPath(stem).name
         raise InputError(f"{name}: has no caption, expected {stem}.txt beside it; an empty one is none")
-    data = read_range(files[text], before + text, LARGEST_CAPTION)
+    data = read_range(files[text], prefix + text, LARGEST_CAPTION)
     if ".txt" in kinds:
-        captions: Captions = ((read_text(data, before + text), 1.0),)
+        captions: Captions = ((read_text(data, prefix + text), 1.0),)
     else:
-        captions = pick_captions(parse(data, before + text), before + text)
+        captions = pick_captions(parse(data, prefix + text), prefix + text)
     mask, control = (files[kinds[kind][0]] if kind in kinds else None for kind in ("mask", "control"))
     return make_sample(name, captions, files[kinds["image"][0]], mask, control)
 
@@ -356,7 +489,7 @@ def pair(files: Mapping[str, FileRange], before: str, stem: str, kinds: Mapping[
 def make_sample(
     name: str, captions: Captions, image: FileRange, mask: FileRange | None, control: FileRange | None
 ) -> Sample:
-    """Return the sample. Raises as `upright_size` does, and InputError for what is of another size than the image."""
+    """Return the sample. Raises InputError if the mask or the control image has another size than the image."""
     size = upright_size(image, name)
     for kind, place in (("mask", mask), ("control image", control)):
         other = size if place is None else upright_size(place, f"{name} ({kind})")
@@ -367,19 +500,8 @@ def make_sample(
     return Sample(name, captions[0][0], size, image, mask, control, captions if len(captions) > 1 else ())
 
 
-def check_controls(samples: Iterable[Sample]) -> None:
-    """Raise InputError for the first sample without a control image, with the number of the others."""
-    faults = Faults()
-    for name in [sample.name for sample in samples if sample.control is None]:
-        stem = PurePosixPath(name).stem
-        faults.add(
-            InputError(f"{name}: has no control image, expected {stem}-control.png beside it, or choose method lora")
-        )
-    faults.check()
-
-
 def read_text(data: bytes, name: str) -> str:
-    """Return the text in `data`, without the spaces around it. Raises InputError for anything but UTF-8."""
+    """Return the text in `data` without surrounding spaces. Raises InputError if it is not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -387,7 +509,7 @@ def read_text(data: bytes, name: str) -> str:
 
 
 def parse(data: bytes, name: str) -> Json:
-    """Return the JSON object in `data`. Raises InputError."""
+    """Return the JSON object in `data`."""
     try:
         document = json.loads(read_text(data, name))
     except RecursionError:
@@ -400,58 +522,65 @@ def parse(data: bytes, name: str) -> Json:
 
 
 def pick_captions(document: Json, name: str) -> Captions:
-    """Return the captions in a JSON object, with the share of each: one, or all of "captions", by their "weights" if
-    those stand beside it.
-
-    Raises InputError for an object without, for half a character, and for weights that are none.
-    """
+    """Return the caption in a JSON object, or all of its "captions" with their "weights"."""
     texts = next(([document[key]] for key in CAPTIONS if isinstance(document.get(key), str)), document.get("captions"))
-    if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
-        weights = document.get("weights", [1.0] * len(texts)) if len(texts) > 1 else [1.0]
-        known = isinstance(weights, list) and len(weights) == len(texts)
-        if not known or not all(type(each) in (int, float) and 0 < each < 1e6 for each in weights):
-            raise InputError(f"{name}: got invalid weights, expected a number above 0 for each of its captions")
-        for text in texts:
-            check_text(f"{name}: caption", text)
-        return tuple(zip((each.strip() for each in texts), map(float, weights), strict=True))
-    raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{name}: has no caption, expected a text under one of {', '.join(CAPTIONS)}")
+    weights = document.get("weights", [1.0] * len(texts)) if len(texts) > 1 else [1.0]
+    is_complete = isinstance(weights, list) and len(weights) == len(texts)
+    if not is_complete or not all(type(weight) in (int, float) and 0 < weight < 1e6 for weight in weights):
+        raise InputError(f"{name}: got invalid weights, expected a number above 0 for each of its captions")
+    for text in texts:
+        check_text(f"{name}: caption", text)
+    return tuple(zip((text.strip() for text in texts), map(float, weights), strict=True))
 
 
-def list_lines(path: Path, remarks: Remarks) -> Iterator[Make]:
-    """Yield what makes the sample of each line: {"file_name" or "image": path, "text" or "caption": ..., "mask": path,
-    "control" or "conditioning_image": path}.
+def is_hidden(name: str) -> bool:
+    """Whether an operating system or an archiver created a file or folder with this name."""
+    return (name.startswith(".") and name != "..") or HIDDEN.fullmatch(name) is not None
 
-    Paths are relative to the file's folder and stay in it. The images of the folder that metadata.jsonl does not name
-    are remarked.
+
+def check_inner(inner: object, name: str) -> str:
+    """Return the path `inner` with slashes and without a leading ./
+
+    Raises InputError unless it is a printable path that stays in its folder on every operating system.
     """
-    lines = BytesIO(read_range(FileRange(path), path.name, LARGEST_LIST))
-    first: dict[str, int] = {}
-    listed: set[str] = set()
+    if isinstance(inner, str) and inner and inner.isprintable():
+        windows_path = PureWindowsPath(inner)
+        if not windows_path.anchor and ".." not in windows_path.parts:
+            return str(PurePosixPath(inner))
+    raise InputError(f"{name}: got the path {brief(inner)}, expected one inside the data set; rename it")
 
-    def read_line(number: int, line: bytes) -> Sample:
-        where = f"{path.name} line {number}"
-        document = parse(line, where)
-        inner = check_inner(document.get("file_name", document.get("image")), where)
-        if first.setdefault(inner, number) != number:
-            raise InputError(f"{where}: {inner} stands in line {first[inner]} already, expected it once; remove one")
-        image = FileRange(find_inside(path.parent, inner, where))
-        listed.add(normalize("NFC", inner))
-        # the latter is what diffusers' trainers of ControlNets call it
-        others = (document.get("mask"), document.get("control", document.get("conditioning_image")))
-        mask, control = (
-            None if other is None else FileRange(find_inside(path.parent, check_inner(other, where), where))
-            for other in others
-        )
-        listed.update(normalize("NFC", str(PurePosixPath(other))) for other in others if other is not None)
-        return make_sample(inner, pick_captions(document, where), image, mask, control)
 
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield partial(read_line, number, line)
-    # Another .jsonl may list a part of the folder on purpose.
-    if path.name == LISTS[0]:
-        endings = image_endings()
-        for name in sorted(list_folder(path.parent).files):
-            suffix = PurePosixPath(name).suffix.lower()
-            if (suffix in endings or suffix in OTHER_ENDINGS) and normalize("NFC", name) not in listed:
-                remarks.add(UNLISTED, name)
+def find_inside(root: Path, inner: str, name: str) -> Path:
+    """Return the path `inner` of the folder `root`. Raises InputError if it leads out of the folder through a link."""
+    path = root / inner
+    try:
+        if not path.exists():
+            path = spelled(root, inner)
+        resolved, resolved_root = path.resolve(), root.resolve()
+        exists = resolved.exists()
+    # RuntimeError: links that form a circle, before Python 3.13.
+    except (OSError, RuntimeError) as error:
+        raise ReadError(f"{name}: cannot be read ({brief(error)}); see its rights, its links and its disk") from None
+    # In the cache of Hugging Face, snapshots/REVISION/a.png is a link to ../../blobs/DIGEST.
+    blobs = [parent.parent / "blobs" for parent in resolved_root.parents if parent.name == "snapshots"]
+    if not any(map(resolved.is_relative_to, [resolved_root, *blobs])):
+        raise InputError(f"{name}: {inner} leads out of the data set's folder; put the file itself there")
+    if not exists:
+        raise MissingFileError(f"{name}: no such file {inner}; see its spelling")
+    return path
+
+
+def spelled(root: Path, inner: str) -> Path:
+    """Return the path of `inner` in `root` with accents composed or decomposed as on the disk.
+
+    macOS decomposes accents in names, and most programs compose them.
+    """
+    path = root
+    for part in PurePosixPath(inner).parts:
+        composed = normalize("NFC", part)
+        if not part.isascii() and not (path / part).exists() and path.is_dir():
+            part = next((entry.name for entry in path.iterdir() if normalize("NFC", entry.name) == composed), part)
+        path /= part
+    return path

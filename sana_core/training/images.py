@@ -1,4 +1,7 @@
-"""Images of anybody's making, from their bytes to pixels of the shape that they are learned at, or refused by name."""
+"""One image file to pixels of its bucket: bytes, header, decoding, then scaling and cropping.
+
+A bucket is the (width, height) that an image is trained at.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from ..runtime.text import brief
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Pillow's names of the formats that are read, where Pillow has them. HEIF needs pillow-heif. Other formats are seldom
-# used: the reader of EPS starts a program, and the plugin for JPEG XL decodes an image before its size can be checked.
+# Pillow's names of the formats that are read, if Pillow supports them. HEIF needs pillow-heif. Other formats are rare:
+# the reader of EPS starts a program, and the plugin for JPEG XL decodes an image before its size can be checked.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF", "JPEG2000", "PPM", "QOI")
 # Endings of images and of layered and raw files. Those that cannot be read are named in the log.
 OTHER_ENDINGS = (
@@ -32,42 +35,45 @@ OTHER_ENDINGS = (
     *(".apng", ".mpo", ".dib", ".tga", ".dds", ".pcx", ".sgi", ".exr", ".hdr", ".psd", ".psb", ".xcf", ".kra", ".svg"),
     *(".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".raf", ".orf", ".rw2", ".pef", ".srw", ".x3f"),
 )
-# A PNG's chunks of text and of a colour profile, and the bytes that Pillow decompresses of each and of all together.
+# Chunks of a PNG with text or a colour profile.
 TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+# Bytes that Pillow decompresses at most, of one text and of all texts.
 LARGEST_TEXT, LARGEST_TEXTS = 1 << 20, 32 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
-# bytes; a file is read into memory whole
+# Bytes. A whole file is read into memory.
 LARGEST_FILE = 1 << 30
-# of an image with 16 bits, that are converted at once
+# Rows of a 16-bit image that are converted together.
 ROWS = 64
-# of EXIF, which says how the camera was held: CIPA DC-008, section 4.6.5
+# EXIF's tag of how the camera was held (CIPA DC-008, section 4.6.5).
 ORIENTATION = 0x0112
-# of the rule that `fit_image` crops by; a higher one makes every cached latent again
+# Version of the rule by which `fit_image` crops. A new version encodes every cached latent again.
 CROP_RULE = 1
+# Pixels.
 LARGEST_SIDE = 8192
 Bucket = tuple[int, int]
 
 
 class FileRange(NamedTuple):
-    """Where bytes are: in a file, or in a part of one, as a tar's member is."""
+    """A file, or the part of it that contains a tar's member."""
 
     file: Path
     start: int = 0
-    length: int | None = None  # None: to the end
+    # None: to the end of the file.
+    length: int | None = None
 
 
 @contextmanager
 def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> Iterator[tuple[IO[bytes], int]]:
-    """Give a stream of the bytes at `place`, and their number; `name` is how errors call them.
+    """Open the bytes at `place`. Yields a stream and the number of bytes. Errors call the file `name`.
 
-    Raises MissingFileError, ReadError, and InputError for what is no regular file or has more than `largest` bytes.
+    Raises InputError if it is no regular file or has more than `largest` bytes.
     """
     from PIL.ContainerIO import ContainerIO
 
     try:
         status = place.file.stat()
         if not S_ISREG(status.st_mode):
-            # to open a pipe would wait for ever
+            # Opening a pipe would block for ever.
             raise InputError(f"{name}: got a folder, pipe or device, expected a regular file; put the file there")
         length = status.st_size - place.start if place.length is None else place.length
         if length > largest:
@@ -84,7 +90,7 @@ def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> It
 
 
 def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> bytes:
-    """Return the bytes at `place`. Raises as `opened_range` does, and ReadError for a file that ends before them."""
+    """Return the bytes at `place`."""
     with opened_range(place, name, largest) as (stream, length):
         data = stream.read(length) if length else b""
     if len(data) < length:
@@ -93,7 +99,7 @@ def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> byte
 
 
 def image_endings() -> frozenset[str]:
-    """Return the endings, in lower case, of the images that Pillow and its plugins read on this computer."""
+    """Return the lower-case endings of images that Pillow and its plugins can read on this computer."""
     from PIL import Image
 
     with suppress(ImportError):
@@ -102,12 +108,12 @@ def image_endings() -> frozenset[str]:
         register_heif_opener()
     formats = readable_formats()
     endings = {ending for ending, name in Image.registered_extensions().items() if name in formats}
-    # A .pfm holds numbers that are no colours, such as depths.
+    # The numbers in a .pfm are no colours. They are depths, for example.
     return frozenset(endings - {".pfm"})
 
 
 def readable_formats() -> list[str]:
-    """Return the names of FORMATS that Pillow reads, with its plugins once `image_endings` was called."""
+    """Return the FORMATS that Pillow can read. After `image_endings` they include the formats of plugins."""
     from PIL import Image
 
     Image.init()
@@ -115,11 +121,11 @@ def readable_formats() -> list[str]:
 
 
 def without_large_texts(stream: IO[bytes], header_only: bool) -> IO[bytes]:
-    """Return `stream`, or if it is a PNG with texts that are too large for Pillow, a copy without these texts.
+    """Return `stream`, or a copy without the texts if it is a PNG whose texts are too large for Pillow.
 
     Programs store workflows of several MB in PNGs. Pillow refuses such an image, and its limits are settings of the
-    whole process. Training needs only EXIF, which is small. With `header_only`, the chunks before the first pixels are
-    checked: Pillow reads no others to open an image.
+    whole process. Training needs only EXIF, which is small. With `header_only`, only the chunks before the first pixels
+    are checked, because Pillow reads no other chunks to open an image.
     """
     large_chunks: list[tuple[int, int]] = []
     total = 0
@@ -146,7 +152,7 @@ def without_large_texts(stream: IO[bytes], header_only: bool) -> IO[bytes]:
 
 
 def text_size(kind: bytes, chunk: bytes) -> int:
-    """Return the bytes of a PNG's text or colour profile, once they are decompressed; at most LARGEST_TEXT."""
+    """Return the size in bytes of a PNG's text or colour profile after decompression, at most LARGEST_TEXT."""
     _, _, content = chunk.partition(b"\0")
     if kind == b"iTXt":
         is_compressed, content = content[:1] == b"\1", content[2:].split(b"\0", 2)[-1]
@@ -157,16 +163,15 @@ def text_size(kind: bytes, chunk: bytes) -> int:
     try:
         return len(zlib.decompressobj().decompress(content, LARGEST_TEXT))
     except zlib.error:
-        # Pillow takes it for an empty text.
+        # Pillow reads it as an empty text.
         return 0
 
 
 @contextmanager
 def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Iterator[Image]:
-    """Give the image in `stream`, of which only the header is read.
+    """Open the image in `stream`. Only its header is read.
 
-    Raises ReadError for anything that Pillow fails at, inside the context too, and InputError for one of more pixels
-    than Pillow's limit.
+    Raises ReadError if Pillow fails, also inside the context, and InputError for more pixels than Pillow's limit.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -183,68 +188,61 @@ def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Ite
         ) from None
     except UnidentifiedImageError:
         raise ReadError(f"{name}: got no image, expected one of {', '.join(formats)}; save it again") from None
-    # zlib.error, struct.error, SyntaxError, IndexError and more, by the format
+    # zlib.error, struct.error, SyntaxError, IndexError and more, depending on the format.
     except Exception as error:
         raise ReadError(f"{name}: broken or incomplete ({brief(error)}); save it again, or remove it") from error
 
 
-def turn_of(image: Image) -> int:
-    """Return EXIF's orientation of an image that is not loaded yet, 1 to 8; 1 where Pillow turns it itself."""
+def orientation_of(image: Image) -> int:
+    """Return EXIF's orientation, 1 to 8, of an image that is not loaded yet."""
     from PIL.Image import Image as AnyImage
 
-    # PNG's own getexif would decode the whole image to look behind it
-    turn = 1 if image.format == "TIFF" else AnyImage.getexif(image).get(ORIENTATION, 1)
-    return turn if turn in range(1, 9) else 1
+    # Pillow rotates a TIFF itself. The getexif of PNG would decode the whole image to look for EXIF after the pixels.
+    orientation = 1 if image.format == "TIFF" else AnyImage.getexif(image).get(ORIENTATION, 1)
+    return orientation if orientation in range(1, 9) else 1
 
 
 def upright_size(place: FileRange, name: str) -> tuple[int, int]:
-    """Return (width, height) of the image at `place` once it is upright; only its header is read.
-
-    Raises as `opened_range` and `opened_image` do, and InputError for an animated one.
-    """
+    """Return (width, height) of the upright image at `place`. Only its header is read."""
     with opened_range(place, name) as (stream, length):
         if not length:
             raise ReadError(f"{name}: got an empty file, expected an image; copy it again, or remove it")
         with opened_image(stream, name, header_only=True) as image:
             check_single(image, name)
             width, height = image.size
-            return (height, width) if turn_of(image) > 4 else (width, height)
+            return (height, width) if orientation_of(image) > 4 else (width, height)
 
 
 def check_single(image: Image, name: str) -> None:
-    """Raise InputError for an animated image. What phones and scanners put behind the first one is no animation."""
+    """Raise InputError for an animated image."""
+    # In other formats, the further images of phones and scanners are no animation.
     if image.format in ("GIF", "PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
 
 
-def upright(image: Image) -> Image:
-    """Return the image as it is looked at."""
-    from PIL.Image import Transpose
-
-    turn = turn_of(image)
-    image.load()
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
-    return image.transpose(turns[turn]) if turn in turns else image
-
-
 def decode_image(data: bytes, name: str) -> Image:
-    """Return the image in `data` as RGB, upright, what is transparent on white, 16 bits rounded to 8.
+    """Return the image in `data` as RGB, upright, with transparent parts on white and 16 bits rounded to 8.
 
-    Raises as `opened_image`, and InputError for an animated one and for pixels that are no colours.
+    Raises InputError for an animated image and for pixels that are no colours.
     """
     from PIL import Image
 
-    with opened_image(BytesIO(data), name) as opened:
-        check_single(opened, name)
-        image = eight_bits(upright(opened), name)
+    with opened_image(BytesIO(data), name) as image:
+        check_single(image, name)
+        orientation = orientation_of(image)
+        image.load()
+        turns = {
+            2: Image.Transpose.FLIP_LEFT_RIGHT,
+            3: Image.Transpose.ROTATE_180,
+            4: Image.Transpose.FLIP_TOP_BOTTOM,
+            5: Image.Transpose.TRANSPOSE,
+            6: Image.Transpose.ROTATE_270,
+            7: Image.Transpose.TRANSVERSE,
+            8: Image.Transpose.ROTATE_90,
+        }
+        if orientation in turns:
+            image = image.transpose(turns[orientation])
+        image = eight_bits(image, name)
         if not image.has_transparency_data:
             return image.convert("RGB")
         image = image.convert("RGBA")
@@ -252,12 +250,12 @@ def decode_image(data: bytes, name: str) -> Image:
 
 
 def decode_mask(data: bytes, name: str) -> Image:
-    """Return the mask in `data` in mode L, upright: white where the loss counts. Raises as `decode_image`."""
+    """Return the upright mask in `data` in mode L: white where the loss counts."""
     return decode_image(data, name).convert("L")
 
 
 def eight_bits(image: Image, name: str) -> Image:
-    """Return `image` with 8 bits a channel; Pillow's own conversion would cut grey of 16 bits off at 255."""
+    """Return `image` with 8 bits per channel. Pillow's conversion would clip 16-bit grey at 255."""
     from PIL import Image
 
     if not image.mode.startswith(("I", "F")):
@@ -274,9 +272,11 @@ def eight_bits(image: Image, name: str) -> Image:
 
 
 class Crop(NamedTuple):
-    """Which part of an image is learned: the shares of what is cut off that lie to its left and above it."""
+    """The part of an image that is trained."""
 
+    # Fraction of the removed columns that is left of the part. 0.5: the middle.
     left: float = 0.5
+    # Fraction of the removed rows that is above the part.
     top: float = 0.5
     mirrored: bool = False
 
@@ -285,11 +285,7 @@ MIDDLE = Crop()
 
 
 def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
-    """Return (width, height) of the shape at `resolution` pixels whose ratio is nearest to that of `size`.
-
-    The shapes are SANA's forty, those of them whose sides are multiples of 32 at this resolution. Raises InputError for
-    a resolution that is not a multiple of 32.
-    """
+    """Return the bucket at `resolution` pixels whose aspect ratio is nearest to the ratio of `size`."""
     check_whole("resolution", resolution, DOWNSCALE, LARGEST_SIDE)
     if resolution % DOWNSCALE:
         raise InputError(
@@ -300,22 +296,27 @@ def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
 
 
 def shapes_at(resolution: int) -> list[Bucket]:
-    """Return (width, height) of those of SANA's shapes whose sides are multiples of 32 at `resolution` pixels."""
-    whole = 1024 * DOWNSCALE
+    """Return the buckets at `resolution` pixels: SANA's forty shapes, if their sides are multiples of 32 there."""
+    divisor = 1024 * DOWNSCALE
     return [
         (width * resolution // 1024, height * resolution // 1024)
         for width, height in SHAPES.values()
-        if width * resolution % whole == 0 and height * resolution % whole == 0
+        if width * resolution % divisor == 0 and height * resolution % divisor == 0
     ]
+
+
+def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
+    """Whether an image with this (width, height) has to be enlarged to its bucket."""
+    return any(side < bucket_side for side, bucket_side in zip(size, bucket, strict=True))
 
 
 def fit_image(
     image: Image, mask: Image | None, bucket: Bucket, crop: Crop = MIDDLE
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return pixels [3, h, w] in [-1, 1] and the loss's weight of each latent cell [1, h / 32, w / 32] in [0, 1].
+    """Return pixels [3, h, w] in [-1, 1] and the weight of the loss of each latent [1, h / 32, w / 32] in [0, 1].
 
-    The image (RGB) is scaled by Lanczos to cover the bucket (width, height) and cut to `crop`; the mask (L, of
-    the same size) with it, and then averaged over cells. Both float32.
+    The RGB `image` is scaled by Lanczos to cover the bucket, and cropped to `crop`. The `mask`, in mode L and of the
+    same size, is cropped in the same way and averaged over the pixels of a latent. Both results are float32.
     """
     from PIL.Image import Resampling
 
@@ -324,30 +325,25 @@ def fit_image(
     pixels = pixels.flip(-1) if crop.mirrored else pixels
     if mask is None:
         return pixels.contiguous(), None
-    box = part_of(image.size, bucket, crop)
+    box = crop_box(image.size, bucket, crop)
     cells = mask.resize((width // DOWNSCALE, height // DOWNSCALE), Resampling.BOX, box=box)
     weight = torch.from_numpy(np.asarray(cells, dtype=np.float32)[None] / 255)
     return pixels.contiguous(), weight.flip(-1) if crop.mirrored else weight
 
 
 def crop_image(image: Image, bucket: Bucket, crop: Crop = MIDDLE) -> Image:
-    """Return `image` scaled by Lanczos to cover the bucket (width, height), and cut to `crop`, not mirrored."""
+    """Return `image` scaled by Lanczos to cover the bucket and cropped to `crop`, but not mirrored."""
     from PIL.Image import Resampling
 
-    return image.resize(bucket, Resampling.LANCZOS, box=part_of(image.size, bucket, crop))
+    return image.resize(bucket, Resampling.LANCZOS, box=crop_box(image.size, bucket, crop))
 
 
-def is_smaller(size: tuple[int, int], bucket: Bucket) -> bool:
-    """Whether an image of that (width, height) has to be enlarged to be learned."""
-    return any(side < other for side, other in zip(size, bucket, strict=True))
-
-
-def part_of(size: tuple[int, int], bucket: Bucket, crop: Crop = MIDDLE) -> tuple[float, float, float, float]:
+def crop_box(size: tuple[int, int], bucket: Bucket, crop: Crop = MIDDLE) -> tuple[float, float, float, float]:
     """Return (left, top, right, bottom) of the largest part of `size`, at `crop`, that has the bucket's ratio.
 
-    To cut before scaling gives the same pixels but for rounding, and a panorama does not grow to a gigabyte on the way.
+    Cropping before scaling gives the same pixels except for rounding, and a panorama never grows to a gigabyte.
     """
     scale = min(size[0] / bucket[0], size[1] / bucket[1])
-    width, height = (min(side, scale * other) for side, other in zip(size, bucket, strict=True))
+    width, height = (min(side, scale * bucket_side) for side, bucket_side in zip(size, bucket, strict=True))
     left, top = (size[0] - width) * crop.left, (size[1] - height) * crop.top
     return left, top, left + width, top + height

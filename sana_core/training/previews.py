@@ -24,7 +24,7 @@ from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.image_files import LEVEL, levels
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
-from .data_files import PICTURES, SHEET
+from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
 from .runs import stranger, writing

@@ -40,7 +40,7 @@ from ..runtime.atomic_files import (
 )
 from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
 from ..runtime.text import Json, brief
-from .data_files import PICTURES, RUN, STEPS
+from .dataset import PICTURES, RUN, STEPS
 from .ranks import ALONE, Ranks
 from .schedule import Best, TrainProgress
 

@@ -1,12 +1,15 @@
-"""What a training run is told, checked once, with the nearest name for a wrong one; `settings_file` reads it."""
+"""The settings of a training run, with their descriptions, ranges and checks. `settings_file` reads them from a file.
+
+The help of the command, the tables in docs/training-command.md and the tooltips of the training nodes come from here.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
@@ -17,224 +20,251 @@ from .parallel import DDP, KINDS
 ADAPTERS = ("lora", "dora", "lokr")
 METHODS = (*ADAPTERS, "controlnet", "full")
 BASES = ("full", "int8")
-# of which an adapter may lie on a base in 8 bits; DoRA needs the lengths of its rows as they are
+# Adapters that can be trained on a base in 8 bits. DoRA needs the exact norms of the rows of the base.
 QUANTISED = ("lora", "lokr")
 TARGETS = ("attention", "feed_forward", "both")
 SCHEDULES = ("constant", "cosine", "linear")
-# of which each has a number of its own
+# Schedules with a parameter: Phase.cycles and Phase.power.
 SHAPED = ("cosine_with_restarts", "polynomial")
 LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
-# Names of Windows that are no files, with any ending.
+# Names that Windows reserves for devices, with any ending.
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
-# bytes in UTF-8; disks take 255 with the ending
+# Bytes of a name in UTF-8. File systems allow 255 bytes with the ending.
 LONGEST_NAME = 240
-# a file or folder, in a settings file relative to that, and on each machine where it likes
+# The path of a file or folder. A settings file contains it relative to the file's folder. It may differ between the
+# machines of a run.
 Place = Annotated[str, "place"]
-# of a field's annotation, called with its name and value
+# Checks the value of a field. It gets the field's name and value, and raises InputError.
 Check = Callable[[str, Any], None]
+
+
+def check_side(name: str, pixels: int, low: int, high: int) -> None:
+    if pixels % DOWNSCALE or not low <= pixels <= high:
+        raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {high}; change it")
+
+
+def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        near = difflib.get_close_matches(str(value), names, 1, 0.0)[0]
+        raise InputError(f"{name}: got {value!r:.40}, expected one of {', '.join(names)}; the nearest is {near}")
 
 
 def within(low: float, high: float) -> Check:
     return partial(check_number, low=low, high=high)
 
 
-def among(names: tuple[str, ...]) -> Check:
+def among(*names: str) -> Check:
     return partial(one_of, names=names)
 
 
 def sides_from(low: int) -> Check:
-    return partial(check_side, low=low)
+    return partial(check_side, low=low, high=LARGEST)
 
 
-@dataclass(frozen=True)
-class Help:
-    """Explains a field to a person who trains for the first time. The canvas shows it as the tooltip."""
-
-    text: str
+def setting(default: Any, text: str, check: Check | None = None) -> Any:
+    """Return a field of a settings class. `text` describes it to users, `check` is applied to its value or values."""
+    return field(default=default, metadata={"help": text, "check": check})
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained: an adapter, a ControlNet, or with "full" all weights."""
+    """What is trained: an adapter (lora, dora, lokr), a controlnet, or with full all weights."""
 
-    kind: Annotated[
-        str,
-        among(METHODS),
-        Help(
-            "Take lora for a first training: every program reads it. dora is slower and learns a little more per step. "
-            "lokr makes the smallest file."
-        ),
-    ] = "lora"
-    rank: Annotated[
-        int,
+    kind: str = setting(
+        "lora",
+        "Use lora for a first training: every program reads it. dora is slower and learns a little more per step. lokr "
+        "makes the smallest file.",
+        among(*METHODS),
+    )
+    rank: int = setting(
+        16,
+        "The size of the LoRA. 8 to 32 is usual. A higher rank can learn more and makes a larger file.",
         within(1, 1024),
-        Help("The size of the LoRA. 8 to 32 is usual. A higher rank can learn more and makes a larger file."),
-    ] = 16
-    alpha: Annotated[
-        float | None, within(0, 1e5), Help("The effect of the LoRA is scaled by alpha / rank. 0: not scaled.")
-    ] = None
-    targets: Annotated[
-        str,
-        among(TARGETS),
-        Help("The layers that learn. attention is enough to start with. both learns more and needs more images."),
-    ] = "attention"
-    # "controlnet" and "full" only: precision of the trained weights. Steps in bfloat16 are rounded stochastically.
-    weights: Annotated[str, among(DTYPES)] = "float32"
-    blocks: Annotated[
-        int,
+    )
+    alpha: float | None = setting(
+        None, "The effect of the LoRA is scaled by alpha / rank. 0: not scaled.", within(0, 1e5)
+    )
+    targets: str = setting(
+        "attention",
+        "The layers that learn. attention is enough to start with. both learns more and needs more images.",
+        among(*TARGETS),
+    )
+    weights: str = setting(
+        "float32",
+        "controlnet and full only: the precision of the trained weights. bfloat16 rounds them stochastically.",
+        among(*DTYPES),
+    )
+    blocks: int = setting(
+        7,
+        "ControlNet only: how many of the model's first blocks it copies. NVIDIA uses 7. Use 3 for the demo model.",
         within(1, 255),
-        Help(
-            "How many of the model's first blocks the ControlNet begins as a copy of. NVIDIA uses 7. Use 3 for the "
-            "demo model."
-        ),
-    ] = 7
-    # Adapters only: the file of an adapter that a new run begins with.
-    start: Place = ""
-    base: Annotated[
-        str,
-        among(BASES),
-        Help("int8 stores the model in 8 bits while a lora or lokr is trained. This takes about half the memory."),
-    ] = "full"
-    # Patterns as of file names. Only the layers of `targets` whose name fits one get an adapter.
-    layers: tuple[str, ...] = ()
-    # peft's lora_dropout
-    dropout: Annotated[float, within(0, 0.99)] = 0.0
+    )
+    start: Place = setting(
+        "", "The file of a LoRA, DoRA or LoKr to begin with. The method, rank and targets must be the file's."
+    )
+    base: str = setting(
+        "full",
+        "int8 stores the model in 8 bits while a lora or lokr is trained. This takes about half the memory.",
+        among(*BASES),
+    )
+    layers: tuple[str, ...] = setting(
+        (), 'Adapters only: patterns such as "transformer_blocks.1?.*". Only matching layers of targets learn.'
+    )
+    dropout: float = setting(
+        0.0,
+        "lora and dora only: the share of an adapter's inputs that a step drops (lora_dropout of peft).",
+        within(0, 0.99),
+    )
 
     @property
     def whole(self) -> bool:
-        """Whether weights themselves are trained, not an adapter beside them."""
+        """Whether the weights themselves are trained instead of an adapter."""
         return self.kind not in ADAPTERS
 
     @property
     def scale(self) -> float:
+        """The factor of the adapter's output."""
         return self.alpha / self.rank if self.alpha else 1.0
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is learned: "flow" matching, or with "consistency" to generate in few steps, which SANA-Sprint models are
-    for.
+    """The training objective."""
 
-    With "consistency", the part of the loss that is unstable at first grows from 0 over `tangent_warmup` steps.
-
-    `times` are those of flow matching, before the model's shift: "logit_normal" with NVIDIA's `logit_mean` (positive:
-    more noise; diffusers' scripts count the other way) and `logit_std`, SD3's "mode" with `mode_scale`, or "uniform".
-    """
-
-    kind: Annotated[str, among((FLOW, CONSISTENCY))] = FLOW
-    tangent_warmup: Annotated[int, within(0, 10**9)] = 4000
-    times: Annotated[str, among(TIMES)] = LOGIT_NORMAL
-    logit_mean: Annotated[float, within(-10, 10)] = 0.0
-    logit_std: Annotated[float, within(1e-3, 10)] = 1.0
-    # a density up to here: Esser et al. 2024, arXiv 2403.03206, section 3.1
-    mode_scale: Annotated[float, within(-1, 1.75)] = 1.29
+    kind: str = setting(
+        FLOW, "Flow matching, or consistency for SANA-Sprint, which generates in few steps.", among(FLOW, CONSISTENCY)
+    )
+    tangent_warmup: int = setting(
+        4000,
+        "consistency only: steps until the part of the loss that is unstable at first has its full weight.",
+        within(0, 10**9),
+    )
+    times: str = setting(
+        LOGIT_NORMAL, "flow only: the distribution of the timesteps, before the model's shift.", among(*TIMES)
+    )
+    logit_mean: float = setting(
+        0.0,
+        "logit_normal only: the mean, as in NVIDIA's code. Above 0: more noise. diffusers uses the opposite sign.",
+        within(-10, 10),
+    )
+    logit_std: float = setting(1.0, "logit_normal only: the standard deviation.", within(1e-3, 10))
+    # It is a density up to 1.75 (Esser et al. 2024, arXiv 2403.03206, section 3.1).
+    mode_scale: float = setting(1.29, "mode only: the scale of SD3's distribution.", within(-1, 1.75))
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become steps."""
+    """How gradients change the weights."""
 
-    name: Annotated[
-        str,
-        among(tuple(OPTIMIZERS)),
-        Help(
-            "Take adamw to start with. came needs half of its memory and came8bit an eighth. Both need a warmup of "
-            "some hundred steps."
-        ),
-    ] = "adamw"
-    weight_decay: Annotated[
-        float, within(0, 1), Help("How strongly each step pulls the weights towards 0, against overfitting.")
-    ] = 0.01
-    clip: Annotated[
-        float,
+    name: str = setting(
+        "adamw",
+        "Use adamw to start with. came needs half of its memory and came8bit an eighth. Both need a warmup of some "
+        "hundred steps.",
+        among(*OPTIMIZERS),
+    )
+    weight_decay: float = setting(
+        0.01, "How strongly each step pulls the weights towards 0, against overfitting.", within(0, 1)
+    )
+    clip: float = setting(
+        0.1,
+        "The largest norm of all gradients of a step. Larger gradients are scaled down to it. 0: no clipping.",
         within(0, 1e6),
-        Help("The largest norm of all gradients of a step. Larger gradients are scaled down to it. 0: no clipping."),
-    ] = 0.1
-    ema: Annotated[
-        float,
+    )
+    ema: float = setting(
+        0.0,
+        "Decay of a moving average of the weights, which is then saved and previewed. 0.99 averages about 100 steps. "
+        "0: no average.",
         within(0, 0.999999),
-        Help(
-            "Decay of a moving average of the weights, which is then saved and previewed. 0.99 averages about 100 "
-            "steps. 0: no average."
-        ),
-    ] = 0.0
-    d0: Annotated[
-        float, within(1e-12, 1), Help("prodigy only: the first estimate of how far the weights have to move.")
-    ] = 1e-6
-    d_coef: Annotated[
-        float, within(1e-3, 1e3), Help("prodigy only: a factor of the learning rate that prodigy finds.")
-    ] = 1.0
+    )
+    d0: float = setting(1e-6, "prodigy only: the first estimate of how far the weights have to move.", within(1e-12, 1))
+    d_coef: float = setting(1.0, "prodigy only: a factor of the learning rate that prodigy finds.", within(1e-3, 1e3))
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the processes that a launcher starts hold the model: each all of it ("ddp"), or a share of the rows of each
-    weight ("fsdp"), which is on the CPU while nothing is computed with it ("fsdp_offload").
+    """How the processes of a launcher such as torchrun share the model."""
 
-    `block` is the class of the modules that are gathered one at a time, without one SANA's block. With `replicas` each
-    so many-th part of the processes, those of one or more machines, shares a copy of its own (HSDP)."""
-
-    kind: Annotated[str, among(KINDS)] = DDP
-    block: str = ""
-    replicas: Annotated[int, within(1, 4096)] = 1
+    kind: str = setting(
+        DDP,
+        "ddp: each process has the whole model. fsdp: each has some rows of every weight. fsdp_offload: these are "
+        "in the CPU's memory while they are not used.",
+        among(*KINDS),
+    )
+    block: str = setting("", "FSDP only: the class of the modules that are gathered in turn. Empty: SANA's block.")
+    replicas: int = setting(
+        1,
+        "FSDP only: copies of the model (HSDP), usually one per machine. The processes are divided evenly among them.",
+        within(1, 4096),
+    )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with data, size and learning rate of its own. Exactly one of `epochs` and `steps` is set.
+    """A part of the training. Phases run one after another."""
 
-    `learning_rate` is what the optimizer gets, whatever the batch; it rises from 0 in the first `warmup` steps and then
-    follows `schedule`, as diffusers names them: "cosine_with_restarts" falls to 0 `cycles` times, "polynomial" with
-    `power`. Each set of `data` is learned `repeats` times an epoch (kohya's num_repeats), its loss times its number of
-    `weights`; with `regularisation` as many images of those sets, their loss times `prior_loss_weight` (diffusers' and
-    kohya's prior preservation). Every image is learned at `resolution` and at each of `resolutions`. An epoch shows it,
-    at random, in one of `crops` places, mirrored with `flip`, with one of its captions in one of `tag_orders` orders. A
-    step takes `accumulate` batches of `batch` images, which all processes of a run share.
-    """
-
-    data: tuple[Place, ...]
-    resolution: Annotated[int, sides_from(DOWNSCALE)] = 1024
-    batch: Annotated[
-        int,
+    data: tuple[Place, ...] = setting(MISSING, "Folders, .jsonl files or tars with the images.")
+    resolution: int = setting(
+        1024,
+        "The training size of the model. Images are cropped to the nearest of SANA's 40 shapes of that area.",
+        sides_from(DOWNSCALE),
+    )
+    batch: int = setting(
+        1,
+        "Images that are learned together. A larger batch learns more steadily and takes more memory.",
         within(1, 4096),
-        Help("Images that are learned together. A larger batch learns more steadily and takes more memory."),
-    ] = 1
-    accumulate: Annotated[
-        int, within(1, 4096), Help("Batches in a step. This has the effect of a larger batch without its memory.")
-    ] = 1
-    epochs: Annotated[int | None, within(1, 10**6)] = None
-    steps: Annotated[
-        int | None,
+    )
+    accumulate: int = setting(
+        1, "Batches in a step. This has the effect of a larger batch without its memory.", within(1, 4096)
+    )
+    epochs: int | None = setting(None, "How often all images are learned. Set either this or steps.", within(1, 10**6))
+    steps: int | None = setting(
+        None,
+        "Steps in total, also when the training resumes. To train a finished one further, raise this.",
         within(1, 10**9),
-        Help("Steps in total, also when the training resumes. To train a finished one further, raise this."),
-    ] = None
-    learning_rate: Annotated[
-        float,
+    )
+    learning_rate: float = setting(
+        1e-4,
+        "How fast the model learns: 0.0001 for most models, 0.001 for the demo model, 1 with prodigy. If the images "
+        "fall apart, lower it.",
         within(0, 10),
-        Help(
-            "How fast the model learns: 0.0001 for most models, 0.001 for the demo model, 1 with prodigy. If the "
-            "images fall apart, lower it."
-        ),
-    ] = 1e-4
-    schedule: Annotated[
-        str,
-        among(SCHEDULES + SHAPED),
-        Help("The learning rate after the warmup: it stays, or it falls to 0 along a cosine or a line."),
-    ] = "constant"
-    warmup: Annotated[int, within(0, 10**9), Help("Steps in which the learning rate rises from 0.")] = 0
-    cycles: Annotated[int, within(1, 10**6)] = 1
-    power: Annotated[float, within(1e-3, 1e3)] = 1.0
-    repeats: Annotated[tuple[int, ...], within(1, 10**4)] = ()
-    weights: Annotated[tuple[float, ...], within(0, 10**3)] = ()
-    regularisation: tuple[Place, ...] = ()
-    prior_loss_weight: Annotated[float, within(0, 10**3), Help("How much the regularisation images count.")] = 1.0
-    resolutions: Annotated[tuple[int, ...], sides_from(DOWNSCALE)] = ()
-    flip: bool = False
-    crops: Annotated[int, within(1, 64)] = 1
-    tag_orders: Annotated[int, within(1, 64)] = 1
-    keep_tags: Annotated[int, within(0, 10**3)] = 0
+    )
+    schedule: str = setting(
+        "constant",
+        "The learning rate after the warmup: it stays, or it falls to 0 along a cosine or a line.",
+        among(*SCHEDULES, *SHAPED),
+    )
+    warmup: int = setting(0, "Steps in which the learning rate rises from 0.", within(0, 10**9))
+    cycles: int = setting(1, "cosine_with_restarts only: how often the learning rate falls to 0.", within(1, 10**6))
+    power: float = setting(1.0, "polynomial only: the exponent of the fall to 0.", within(1e-3, 1e3))
+    repeats: tuple[int, ...] = setting(
+        (), "For each of data: how many times an epoch learns it (num_repeats of kohya). []: once.", within(1, 10**4)
+    )
+    weights: tuple[float, ...] = setting((), "For each of data: the factor of its loss. []: 1.", within(0, 10**3))
+    regularisation: tuple[Place, ...] = setting(
+        (),
+        "Other images of the same kind, such as other people. They are learned as often as yours, so that the model "
+        "does not forget them.",
+    )
+    prior_loss_weight: float = setting(1.0, "How much the regularisation images count.", within(0, 10**3))
+    resolutions: tuple[int, ...] = setting(
+        (),
+        "More sizes. Every image is learned at resolution and at each of these.",
+        sides_from(DOWNSCALE),
+    )
+    flip: bool = setting(False, "Mirror the images half of the time.")
+    crops: int = setting(
+        1, "Different crops of each image, of which an epoch learns one at random. 1: the middle.", within(1, 64)
+    )
+    tag_orders: int = setting(
+        1,
+        'Different orders of a caption\'s tags, which ", " divides. An epoch learns one at random.',
+        within(1, 64),
+    )
+    keep_tags: int = setting(
+        0, "tag_orders only: how many first tags stay where they are (keep_tokens of kohya).", within(0, 10**3)
+    )
 
     @property
     def largest(self) -> int:
@@ -244,73 +274,69 @@ class Phase:
 
 @dataclass(frozen=True)
 class Validation:
-    """What is looked at every `every` steps: the loss over a `share` of the images, which training never sees, and
-    images of `prompts`, each with the seed of its place, at `width` x `height` pixels (0: the phase's resolution).
-    `control` are the images that steer a ControlNet there, one, or one for each prompt."""
+    """Held-out images and prompts that show the progress."""
 
-    every: Annotated[
-        int,
+    every: int = setting(
+        0,
+        "Steps between two validations, which generate the validation prompts and measure the held-out images. 0: no "
+        "validation.",
         within(0, 10**9),
-        Help(
-            "Steps between two validations, which generate the validation prompts and measure the held-out images. "
-            "0: no validation."
-        ),
-    ] = 0
-    share: Annotated[
-        float,
+    )
+    share: float = setting(
+        0.0,
+        "The share of images that are never learned and only measure the loss. The result is then the state with the "
+        "lowest loss. 0: all images are learned.",
         within(0, 0.5),
-        Help(
-            "The share of images that are never learned and only measure the loss. The result is then the state with "
-            "the lowest loss. 0: all images are learned."
-        ),
-    ] = 0.0
-    prompts: tuple[str, ...] = ()
-    negative_prompt: str = ""
-    width: Annotated[int, sides_from(0)] = 0
-    height: Annotated[int, sides_from(0)] = 0
-    steps: int | None = None
-    guidance: float | None = None
-    control: tuple[Place, ...] = ()
+    )
+    prompts: tuple[str, ...] = setting(
+        (), "Prompts whose images show what has been learned so far. Prompt i uses seed i."
+    )
+    negative_prompt: str = setting("", "The negative prompt of these images.")
+    width: int = setting(0, "The width of these images in pixels. 0: the last phase's resolution.", sides_from(0))
+    height: int = setting(0, "The height of these images in pixels. 0: the last phase's resolution.", sides_from(0))
+    steps: int | None = setting(None, "The sampling steps of these images. Not set: the model's default.")
+    guidance: float | None = setting(None, "The guidance of these images. Not set: the model's default.")
+    control: tuple[Place, ...] = setting((), "ControlNet only: a control image for each prompt, or one for all.")
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """A whole run. `model` is a checkpoint of transformer, text encoder and autoencoder, in any layout, or of the first
-    alone with files of their own for the others; `out` is the run's folder; `trigger` are words that a LoRA's file is
-    labelled with."""
+    """The whole run."""
 
-    model: Place
-    out: Place
-    phase: tuple[Phase, ...]
-    name: str = "sana"
-    text_encoder: Place = ""  # that of `model`
-    autoencoder: Place = ""  # that of `model`
-    trigger: Annotated[
-        str, Help("Words to note in the file of the LoRA, so that others know them. They are not added to captions.")
-    ] = ""
-    seed: Annotated[
-        int,
+    model: Place = setting(
+        MISSING, "The checkpoint of the model in any layout. It may be a transformer, if the next two are set."
+    )
+    out: Place = setting(MISSING, "The folder of everything that the run writes.")
+    phase: tuple[Phase, ...] = setting(MISSING, "The phases of the training.")
+    name: str = setting("sana", "The name of the LoRA's file.")
+    text_encoder: Place = setting("", "The checkpoint of the text encoder. Empty: model.")
+    autoencoder: Place = setting("", "The checkpoint of the VAE. Empty: model.")
+    trigger: str = setting(
+        "", "Words to note in the file of the LoRA, so that others know them. They are not added to captions."
+    )
+    seed: int = setting(
+        0,
+        "Decides the noise and the order of the images. A training cannot resume with another seed.",
         within(0, 2**63 - 1),
-        Help("Decides the noise and the order of the images. Another seed needs a new name."),
-    ] = 0
-    dtype: Annotated[str, among(DTYPES)] = "bfloat16"
-    reference: str = "auto"
-    device: str = ""  # the accelerator of this machine, or its CPU
-    cache: Place = ""  # folder of latents and embeddings; "cache" in `out`
-    stream: bool = False  # encode each image when it is learned, and keep nothing of it on disk
-    skip_broken: bool = False  # leave out images that are missing or cannot be read, and list them in the log
-    caption_dropout: Annotated[
-        float, within(0, 1), Help("The share of images that are learned without their caption, which guidance needs.")
-    ] = 0.1
-    checkpoint_gradients: Annotated[
-        bool, Help("On: each step computes some values twice. This takes far less memory and a third more time.")
-    ] = True
-    save_every: Annotated[
-        int, within(1, 10**9), Help("Steps between saved states, from which a training resumes. Cancel saves too.")
-    ] = 500
-    keep: Annotated[
-        int, within(1, 10**6), Help("How many of the newest states stay on the disk. The best one stays too.")
-    ] = 3
+    )
+    dtype: str = setting("bfloat16", "The precision of the computation.", among(*DTYPES))
+    reference: str = setting(
+        "auto", "Whose code the model follows where they differ: auto, nvidia or diffusers. See docs/reference.md."
+    )
+    device: str = setting("", "The device, such as cuda:1 or cpu. Empty: the accelerator of this machine, or its CPU.")
+    cache: Place = setting("", "The folder of latents and embeddings, which runs may share. Empty: cache in out.")
+    stream: bool = setting(False, "Encode each image when it is learned, and keep no cache.")
+    skip_broken: bool = setting(False, "Leave out images that are missing or cannot be read, and list them in the log.")
+    caption_dropout: float = setting(
+        0.1, "The share of images that are learned without their caption, which guidance needs.", within(0, 1)
+    )
+    checkpoint_gradients: bool = setting(
+        True, "On: each step computes some values twice. This takes far less memory and a third more time."
+    )
+    save_every: int = setting(
+        500, "Steps between saved states, from which a training resumes. Stopping saves too.", within(1, 10**9)
+    )
+    keep: int = setting(3, "How many of the newest states stay on the disk. The best one stays too.", within(1, 10**6))
     method: Method = field(default_factory=Method)
     loss: Loss = field(default_factory=Loss)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -318,9 +344,21 @@ class TrainingSettings:
     parallel: Parallel = field(default_factory=Parallel)
 
     def source(self, kind: str) -> str:
-        """Return the checkpoint that has the component: "transformer", "text_encoder" or "autoencoder"."""
-        own = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}
-        return own.get(kind) or self.model
+        """Return the checkpoint that contains the component: "transformer", "text_encoder" or "autoencoder"."""
+        separate_files = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}
+        return separate_files.get(kind) or self.model
+
+
+# The tables of a settings file. "" are the keys before the first table.
+TABLES: dict[str, type] = {
+    "": TrainingSettings,
+    "method": Method,
+    "loss": Loss,
+    "optimizer": Optimizer,
+    "phase": Phase,
+    "validation": Validation,
+    "parallel": Parallel,
+}
 
 
 class FieldInfo(NamedTuple):
@@ -337,26 +375,17 @@ class FieldInfo(NamedTuple):
 def describe_field(path: str) -> FieldInfo:
     """Return the type, limits and help of a field such as "seed", "optimizer.clip" or "phase.steps"."""
     table, _, name = path.rpartition(".")
-    owner: Any = TrainingSettings
-    if table:
-        hint = get_type_hints(TrainingSettings)[table]
-        owner = get_args(hint)[0] if get_origin(hint) is tuple else hint
-    kind, *metadata = get_args(get_type_hints(owner, include_extras=True)[name])
-    # `float | None`: None is the default of the settings file only.
-    kind = next(each for each in get_args(kind) or (kind,) if each is not type(None))
-    limits: dict[str, Any] = {}
-    text = ""
-    for fact in metadata:
-        if isinstance(fact, partial):
-            limits |= fact.keywords
-        elif isinstance(fact, Help):
-            text = fact.text
-    default = getattr(owner, name)
-    return FieldInfo(kind, default, limits.get("low"), limits.get("high"), limits.get("names", ()), text)
+    (row,) = (row for row in fields(TABLES[table]) if row.name == name)
+    # For `float | None`, None is the default in a settings file only. A tuple has values of one type.
+    hint = get_type_hints(TABLES[table])[name]
+    kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
+    limits = getattr(row.metadata["check"], "keywords", {})
+    low, high, names = limits.get("low"), limits.get("high"), limits.get("names", ())
+    return FieldInfo(kind, row.default, low, high, names, row.metadata["help"])
 
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
-    """Return `settings`. Raises InputError for the first value that is out of range."""
+    """Return `settings`. Raises InputError for the first value that is out of range or conflicts with another."""
     method, validation = settings.method, settings.validation
     check_fields(settings)
     check_method(method, settings.dtype)
@@ -376,29 +405,29 @@ def check_settings(settings: TrainingSettings) -> TrainingSettings:
     return settings
 
 
-def check_fields(settings: Any, before: str = "") -> None:
-    """Raise InputError for the first value that its annotation forbids; `before` stands before its field's name."""
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
+def check_fields(settings: Any, prefix: str = "") -> None:
+    """Run the checks of all fields. Errors begin with `prefix` and the field's name."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for row in fields(settings):
+        name, value = row.name, getattr(settings, row.name)
         if is_dataclass(value):
             check_fields(value, f"{name}.")
-        is_path = hint in (Place, tuple[Place, ...])
-        remedy = RENAME if is_path else "write the text again"
+        is_path = hints[name] in (Place, tuple[Place, ...])
         # The default "" of a path means that it is not set. Other empty paths would be the current folder.
-        needs_path = is_path and getattr(type(settings), name, None) != ""
+        needs_path = is_path and row.default != ""
         for item in value if isinstance(value, tuple) else (value,):
             if needs_path and item == "":
-                raise InputError(f"{before}{name}: got an empty path, expected the path of a file or folder; enter it")
-            # Files get these texts in UTF-8, the first file long after the start.
+                raise InputError(f"{prefix}{name}: got an empty path, expected the path of a file or folder; enter it")
+            # Texts are written to files in UTF-8, the first time long after the start.
             if isinstance(item, str):
-                check_text(before + name, item, remedy)
-            for check in filter(callable, getattr(hint, "__metadata__", ())):
-                if item is not None:
-                    check(before + name, item)
+                check_text(prefix + name, item, RENAME if is_path else "write the text again")
+            check = row.metadata.get("check")
+            if check is not None and item is not None:
+                check(prefix + name, item)
 
 
 def check_method(method: Method, dtype: str) -> None:
-    """Raise InputError unless the values of `method` fit each other."""
+    """Raise InputError for options of `method` that conflict with each other or with the precision `dtype`."""
     if method.weights == "bfloat16" and dtype == "float32":
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
     if method.base == "int8" and method.kind not in QUANTISED:
@@ -412,10 +441,10 @@ def check_method(method: Method, dtype: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise InputError unless a LoRA's file can have that name."""
+    """Raise InputError unless the file of a LoRA can have this name on every operating system."""
     # Windows drops spaces and dots at the end.
-    plain = name == name.strip() and not name.endswith(".")
-    if not name or not plain or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+    is_stable = name == name.strip() and not name.endswith(".")
+    if not name or not is_stable or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
         raise InputError(f"name: got {name!r:.40}, expected the name of a file; use letters and digits")
     if name.partition(".")[0].rstrip().casefold() in DEVICES:
         raise InputError(f"name: got {name!r:.40}, which Windows reserves for a device; choose another")
@@ -426,7 +455,7 @@ def check_name(name: str) -> None:
 
 
 def check_loss(loss: Loss, method: Method) -> None:
-    """Raise InputError unless `method` can be trained by `loss`."""
+    """Raise InputError for options of `loss` that conflict with each other or with `method`."""
     for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
         check_used("loss", loss, field_name, loss.times == times, f"times {times}")
     if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.tangent_warmup):
@@ -438,32 +467,32 @@ def check_loss(loss: Loss, method: Method) -> None:
 
 
 def check_control(method: Method, validation: Validation) -> None:
-    """Raise InputError unless a ControlNet has control images to generate with, and nothing else has."""
-    found, needed = len(validation.control), len(validation.prompts)
+    """Raise InputError unless a ControlNet has a control image for each prompt, and other methods have none."""
+    images, prompts = len(validation.control), len(validation.prompts)
     if method.kind != "controlnet":
-        if found:
-            raise InputError(f"control: got {found} images, expected none with method {method.kind}; remove them")
-    elif needed and found not in (1, needed):
+        if images:
+            raise InputError(f"control: got {images} images, expected none with method {method.kind}; remove them")
+    elif prompts and images not in (1, prompts):
         raise InputError(
-            f"control: got {found} control images for {needed} prompts, expected one, or one for each; name as many"
+            f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
         )
 
 
 def check_parallel(settings: TrainingSettings) -> None:
-    """Raise InputError unless what is trained can be trained in the way that is asked for."""
-    own, method, name = settings.parallel, settings.method, settings.optimizer.name
-    if own.kind == DDP:
-        if own.replicas > 1:
+    """Raise InputError if the method, the loss or the optimizer cannot be trained with this kind of parallelism."""
+    kind, method, name = settings.parallel.kind, settings.method, settings.optimizer.name
+    if kind == DDP:
+        if settings.parallel.replicas > 1:
             raise InputError("replicas: got more than 1 with parallel ddp, expected fsdp; remove it, or choose that")
         return
     if method.base != "full":
-        raise InputError(f"base: got {method.base} with parallel {own.kind}, expected full; or choose ddp")
+        raise InputError(f"base: got {method.base} with parallel {kind}, expected full; or choose ddp")
     if settings.loss.kind == CONSISTENCY:
-        raise InputError(f"loss: got consistency with parallel {own.kind}, expected flow; or choose ddp")
-    if own.kind not in OPTIMIZERS[name].parallel:
-        expected = alternatives([other for other, row in OPTIMIZERS.items() if own.kind in row.parallel])
-        others = alternatives(list(OPTIMIZERS[name].parallel))
-        raise InputError(f"optimizer: got {name} with parallel {own.kind}, expected {expected}; or choose {others}")
+        raise InputError(f"loss: got consistency with parallel {kind}, expected flow; or choose ddp")
+    if kind not in OPTIMIZERS[name].parallel:
+        expected = alternatives([other for other, row in OPTIMIZERS.items() if kind in row.parallel])
+        kinds = alternatives(list(OPTIMIZERS[name].parallel))
+        raise InputError(f"optimizer: got {name} with parallel {kind}, expected {expected}; or choose {kinds}")
 
 
 def check_phase(name: str, phase: Phase) -> None:
@@ -491,20 +520,9 @@ def check_phase(name: str, phase: Phase) -> None:
 
 
 def check_used(name: str, settings: Phase | Loss, field_name: str, used: bool, needed: str) -> None:
-    """Raise InputError where the field of `settings` is not its default, and has no effect without what is `needed`."""
+    """Raise InputError if a field is set but not `used`, because it has no effect without the option `needed`."""
     value = getattr(settings, field_name)
     if value != getattr(type(settings), field_name) and not used:
         raise InputError(
             f"{name}: {field_name}: got {value} without {needed}, where it does nothing; set that, or remove this"
         )
-
-
-def check_side(name: str, pixels: int, low: int) -> None:
-    if pixels % DOWNSCALE or not low <= pixels <= LARGEST:
-        raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {LARGEST}; change it")
-
-
-def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        near = difflib.get_close_matches(str(value), names, 1, 0.0)[0]
-        raise InputError(f"{name}: got {value!r:.40}, expected one of {', '.join(names)}; the nearest is {near}")

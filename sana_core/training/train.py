@@ -20,7 +20,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
 from .adapters import adapter_tensors, add_adapter, merged, start_digest, write_adapter
-from .data_files import PICTURES, SHEET
+from .dataset import PICTURES, SHEET
 from .loop import Callbacks, Report, Run, RunDir, run
 from .parallel import DDP
 from .preflight import check_base, check_launch, check_ranks, check_same

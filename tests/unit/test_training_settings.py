@@ -1,15 +1,16 @@
 """A run's TOML file: what is wrong with it is said in one line that names the key and the nearest that there is."""
 
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from setup import ROOT
 
+from sana_core.__main__ import main
 from sana_core.errors import InputError, MissingFileError
 from sana_core.training.preflight import all_values
-from sana_core.training.settings import Phase, TrainingSettings, check_settings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import TABLES, Phase, TrainingSettings, check_settings, describe_field
+from sana_core.training.settings_file import describe_settings, read_settings
 
 WHOLE = """
 model = "model"
@@ -227,3 +228,23 @@ def test_a_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_recipes_are_read(recipe):
     read_settings(recipe)
+
+
+def test_the_help_of_train_and_its_page_list_every_key_with_its_description(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    page = (ROOT / "docs" / "training-command.md").read_text(encoding="utf-8")
+    assert describe_settings() in shown and describe_settings() in page
+    for table, kind in TABLES.items():
+        for row in fields(kind):
+            if row.name not in TABLES:
+                help_text = describe_field(f"{table}.{row.name}").help
+                assert help_text.endswith(".") and help_text in " ".join(shown.replace("\n# ", " ").split()), row.name
+
+
+def test_the_described_defaults_are_the_defaults_of_a_run(tmp_path):
+    text = describe_settings().replace("...  # required", '"x"').replace("# steps =", "steps = 1", 1)
+    settings = read_settings(write(tmp_path, text))
+    place = str(tmp_path / "x")
+    assert settings == TrainingSettings(place, place, (Phase((place,), steps=1),))

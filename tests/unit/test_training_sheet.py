@@ -8,7 +8,7 @@ from pictures import write_pictures
 from PIL import Image
 
 from sana_core.errors import ExistingFileError
-from sana_core.training.data_files import SHEET
+from sana_core.training.dataset import SHEET
 from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, best_step, columns_of
 from sana_core.training.run_log import read_log
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Field(NamedTuple):
-    """A widget of a training node. It has the range and the help of the setting."""
+    """A widget of a training node. Range, help and default come from the setting."""
 
     # The setting, as in a settings file.
     path: str
     # Numbers: the step of the widget's arrows.
     step: float = 1
-    # The default where the settings have none, or another one.
+    # The default, if it is not the default of the setting.
     default: Any = None
-    # Choices: the names that the canvas offers, where the settings know more.
+    # Choices only: the names that the canvas offers, if it does not offer all.
     names: tuple[str, ...] = ()
     # Nodes 2.0 shows the widget among the advanced ones.
     advanced: bool = False
@@ -70,9 +70,9 @@ OPTIONAL = {
     "prior_loss_weight": Field("phase.prior_loss_weight", step=0.05, advanced=True),
 }
 FIELDS = {**MAIN, **OPTIONAL}
-# Widgets whose value is more than the value of one setting.
+# Widgets whose value is converted to the value of a setting.
 OTHERS = {"existing_lora": "method.start", "validation_prompts": "validation.prompts"}
-# The inputs of SANA Train Settings that a ControlNet has no use for.
+# Inputs of SANA Train Settings that have no effect on a ControlNet.
 LORA_ALONE = ("method", "targets", "alpha", "base", "trigger", "prior_loss_weight", "existing_lora", "regularisation")
 WIDGETS = {**{field.path: name for name, field in FIELDS.items()}, **{path: name for name, path in OTHERS.items()}}
 # Settings whose errors begin with their name alone.
@@ -104,8 +104,8 @@ def tables_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def with_widgets(text: str) -> str:
     """Return an error's text with the names of widgets in place of the names of settings."""
     text = text.removeprefix("phase 1: ")
-    field, colon, rest = text.partition(": ")
-    text = BARE.get(field, field) + colon + rest
+    field, colon, message = text.partition(": ")
+    text = BARE.get(field, field) + colon + message
     dotted = "|".join(re.escape(path) for path in WIDGETS if "." in path)
     return re.sub(rf"\b({dotted})\b", lambda match: WIDGETS[match[0]], text)
 

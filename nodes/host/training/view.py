@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server import PromptServer
 
 from ....sana_core.runtime.image_files import levels
-from ....sana_core.training.data_files import SHEET
+from ....sana_core.training.dataset import SHEET
 from ....sana_core.training.run_log import Eta, Line, describe_validation
 from ..bars import PAPER, TEXT, as_image
 
