@@ -27,7 +27,7 @@ SCALES = (
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
+class Checkpoint:
     """A checkpoint, or one component of it, as its headers describe it."""
 
     path: Path
@@ -53,7 +53,7 @@ class CheckpointInfo:
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
     # The components of a pipeline.
-    parts: tuple[CheckpointInfo, ...] = ()
+    parts: tuple[Checkpoint, ...] = ()
     # A key of RULES: the codebase that the file follows. Text encoders: how prompts are read.
     reference: str = ""
     # Lines for the user: a config.json that was ignored, or an unused moving average.
@@ -71,4 +71,4 @@ class CheckpointInfo:
 
 
 # A checkpoint, or the path of one. `inspect_checkpoint` turns it into a checkpoint.
-Source = str | Path | CheckpointInfo
+Source = str | Path | Checkpoint

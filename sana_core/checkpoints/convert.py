@@ -12,7 +12,7 @@ from ..errors import CheckpointError, ExistingFileError, InputError
 from ..model.known_models import RESOLUTIONS
 from ..runtime.atomic_files import is_taken, output_file
 from ..runtime.text import brief
-from .checkpoint import CheckpointInfo
+from .checkpoint import Checkpoint
 from .detect import TOKENIZERS, inspect_checkpoint
 from .headers import PICKLED, SAFETENSORS, map_file
 from .load import load_part
@@ -53,15 +53,18 @@ def convert_checkpoint(
         raise InputError(
             f"resolution: got {resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}; or leave it out"
         )
-    info = inspect_checkpoint(source, ema)
-    if ema and info.path.suffix.lower() not in PICKLED:
-        raise InputError(f"ema: got it with {info.name}, expected the .pth of a training; leave it out")
-    parts = info.parts or (info,)
+    checkpoint = inspect_checkpoint(source, ema)
+    if ema and checkpoint.path.suffix.lower() not in PICKLED:
+        raise InputError(f"ema: got it with {checkpoint.name}, expected the .pth of a training; leave it out")
+    parts = checkpoint.parts or (checkpoint,)
     if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
-        raise CheckpointError(f"{info.name}: got {describe(info)}, expected a SANA model; choose another file")
+        raise CheckpointError(
+            f"{checkpoint.name}: got {describe(checkpoint)}, expected a SANA model; choose another file"
+        )
     if resolution is not None and not any(part.kind in ("transformer", "controlnet") for part in parts):
         raise InputError(
-            f"resolution: got {resolution} for {describe(info)}, expected a transformer or a ControlNet; leave it out"
+            f"resolution: got {resolution} for {describe(checkpoint)}, expected a transformer or a ControlNet; "
+            "leave it out"
         )
     tensors, configs, lines = {}, {}, []
     for part in parts:
@@ -81,15 +84,15 @@ def write_file(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[st
 
 
 def component(
-    info: CheckpointInfo, dtype: str | None, resolution: int | None, ema: bool
+    checkpoint: Checkpoint, dtype: str | None, resolution: int | None, ema: bool
 ) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors of one component by the library's names, checked, and its configuration."""
-    wanted = getattr(torch, dtype) if dtype else info.dtype
+    wanted = getattr(torch, dtype) if dtype else checkpoint.dtype
     # they are written at once, and may be more than the memory
-    module = load_part(info, wanted, partial(map_file, ema=ema), resolution)
+    module = load_part(checkpoint, wanted, partial(map_file, ema=ema), resolution)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
-    if info.kind == "text_encoder":
-        tokenizer = load_tokenizer(info)
+    if checkpoint.kind == "text_encoder":
+        tokenizer = load_tokenizer(checkpoint)
         tensors[tokenizer.kind] = torch.frombuffer(bytearray(tokenizer.content), dtype=torch.uint8)
         config = {**module.config.to_dict(), "architectures": ["Gemma2Model"]}  # type: ignore[union-attr,operator]
     else:
@@ -97,7 +100,7 @@ def component(
     return tensors, {key: value for key, value in config.items() if key != "_name_or_path"}
 
 
-def full_name(info: CheckpointInfo, name: str) -> str:
+def full_name(checkpoint: Checkpoint, name: str) -> str:
     """Return the name inside an all-in-one file, where the tokenizer lies beside Gemma's weights."""
-    inner = GEMMA if info.kind == "text_encoder" and name not in TOKENIZERS else ""
-    return f"{PREFIXES[info.kind]}{inner}{name}"
+    inner = GEMMA if checkpoint.kind == "text_encoder" and name not in TOKENIZERS else ""
+    return f"{PREFIXES[checkpoint.kind]}{inner}{name}"

@@ -17,7 +17,7 @@ from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
-from .checkpoint import SCALES, CheckpointInfo, Source
+from .checkpoint import SCALES, Checkpoint, Source
 from .configs import architecture, autoencoder_name, contradiction, gemma_width, resolution_config
 from .files import parse_json, read_json, readable
 from .foreign_models import foreign_model, relative
@@ -57,22 +57,22 @@ AVERAGED = "n_averaged"
 UNUSED_TEXT = ("lm_head.", "logit_scale")
 
 
-def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
+def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
     """Return kind, variant, layout, dtype, size and resolution of the file or folder at `path`.
 
-    `ema`: use the moving average in a .pth of a training. If `path` is a CheckpointInfo, it is returned unchanged. A
+    `ema`: use the moving average in a .pth of a training. If `path` is a Checkpoint, it is returned unchanged. A
     folder may be a pipeline of diffusers, one component of diffusers or transformers, or NVIDIA's folder with
     checkpoints/ in it. A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError
     if the path does not exist, ReadError if it cannot be read, CheckpointError if the file is broken or has no weights.
     """
-    if isinstance(path, CheckpointInfo):
+    if isinstance(path, Checkpoint):
         return path
     path = Path(path)
     with readable(path):
         return inspect_path(path, ema)
 
 
-def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
+def inspect_path(path: Path, ema: bool) -> Checkpoint:
     """Inspect a path, as `inspect_checkpoint` does. Raises OSError if the operating system refuses the path."""
     if path.exists() and not path.is_dir():
         return inspect_file(path, ema)
@@ -100,7 +100,7 @@ def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
     )
 
 
-def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
+def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
     """Inspect a file, as `inspect_checkpoint` does. If it is one of several shards, all shards are inspected."""
     index = find_index(file)
     weights = read_sharded(index) if index else read_header(file, ema)
@@ -157,7 +157,7 @@ def without_holders(names: dict[str, str]) -> dict[str, str]:
     return inner_names if is_known else names
 
 
-def inspect_folder(folder: Path) -> CheckpointInfo:
+def inspect_folder(folder: Path) -> Checkpoint:
     """Inspect a folder with one component or a PEFT adapter.
 
     If it has several precisions, use the file without a suffix.
@@ -176,10 +176,10 @@ def weight_files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in SAFETENSORS]
 
 
-def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:
+def bundle(path: Path, layout: str, parts: list[Checkpoint]) -> Checkpoint:
     """Join several components. Variant, dtype, resolution and reference are the transformer's, if there is one."""
     first = next((part for part in parts if part.kind in TRANSFORMERS), parts[0])
-    return CheckpointInfo(
+    return Checkpoint(
         path,
         "pipeline",
         first.variant,
@@ -205,9 +205,7 @@ def own_config(file: Path, weights: Weights) -> tuple[Json | None, bool]:
     return (read_json(beside) if beside.exists() or beside.is_symlink() else None), True
 
 
-def recognise(
-    file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool
-) -> CheckpointInfo:
+def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool) -> Checkpoint:
     """Describe one component. `names`: {name without prefix: name in the file}.
 
     `config`: the configuration in the file, or beside it (`is_beside`). A folder may contain several models, and
@@ -258,7 +256,7 @@ def recognise(
             config = {**config, **resolution_config(resolution)}
     dtype, size = sizes.most_common(1)[0][0] if sizes else torch.float32, sum(sizes.values())
     found = (file, kind, variant, layout, dtype, size, resolution, source, config, headers, origins, weights)
-    return CheckpointInfo(*found, reference=reference, notes=tuple(notes))
+    return Checkpoint(*found, reference=reference, notes=tuple(notes))
 
 
 def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
@@ -279,27 +277,26 @@ def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Hea
     return foreign_model(stored) if kind == "other" else ""
 
 
-def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
-    """Return `info` with another reference; "auto" keeps the reference of the file.
+def follow(checkpoint: Checkpoint, reference: str) -> Checkpoint:
+    """Return `checkpoint` with another reference; "auto" keeps the reference of the file.
 
-    `info` is a transformer or a ControlNet. Raises InputError for an unknown name, and CheckpointError if NVIDIA's
-    reference needs the base model's first block and the ControlNet's file does not have it.
+    `checkpoint` is a transformer or a ControlNet.
     """
     check_name("reference", reference, REFERENCES)
-    info = info if reference == AUTO else replace(info, reference=reference)
-    if info.kind != "controlnet":
-        return info
-    base = {name for name in info.origins if name.startswith(f"{BASE_BLOCK}.")}
-    if info.reference == NVIDIA and not base:
-        whole = "download the whole .pth, or " if info.layout == "original" else ""
+    checkpoint = checkpoint if reference == AUTO else replace(checkpoint, reference=reference)
+    if checkpoint.kind != "controlnet":
+        return checkpoint
+    base = {name for name in checkpoint.origins if name.startswith(f"{BASE_BLOCK}.")}
+    if checkpoint.reference == NVIDIA and not base:
+        whole = "download the whole .pth, or " if checkpoint.layout == "original" else ""
         raise CheckpointError(
-            f"{info.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
+            f"{checkpoint.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
             f"starts; {whole}choose reference diffusers"
         )
-    unused = base if info.reference == DIFFUSERS else set()
-    origins = {name: origin for name, origin in info.origins.items() if name not in unused}
-    headers = {name: header for name, header in info.headers.items() if name not in unused}
-    return replace(info, origins=origins, headers=headers)
+    unused = base if checkpoint.reference == DIFFUSERS else set()
+    origins = {name: origin for name, origin in checkpoint.origins.items() if name not in unused}
+    headers = {name: header for name, header in checkpoint.headers.items() if name not in unused}
+    return replace(checkpoint, origins=origins, headers=headers)
 
 
 def is_config_of(config: object, kind: str) -> bool:

@@ -16,7 +16,7 @@ from ..model.reference import AUTO
 from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
 from ..runtime.text import Json
-from . import CheckpointInfo, inspect_checkpoint
+from . import Checkpoint, inspect_checkpoint
 from .load import build_module, shift_of, text_reference
 from .lora import peft_file
 from .tokenizer import load_tokenizer
@@ -77,14 +77,14 @@ def digest_json(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def resolved_config(info: CheckpointInfo) -> Json:
+def resolved_config(info: Checkpoint) -> Json:
     """Return the configuration of the library's module for `info`, its defaults included."""
     config: Any = build_module(info).config
     words = config.to_dict() if info.kind == "text_encoder" else dict(config)
     return {key: value for key, value in words.items() if not key.startswith("_") and key not in IDLE}
 
 
-def weight_files(info: CheckpointInfo) -> set[Path]:
+def weight_files(info: Checkpoint) -> set[Path]:
     files = {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
     beside = peft_file(info.path)
     return files | {beside} if beside else files

@@ -29,7 +29,7 @@ from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS
 from ..model.text import TextEncoder
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief
-from .checkpoint import SCALES, CheckpointInfo, Source
+from .checkpoint import SCALES, Checkpoint, Source
 from .configs import (
     architecture,
     autoencoder_config,
@@ -63,30 +63,30 @@ OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview", "sampler")
 CONSTRUCTION = threading.Lock()
 
 
-def build_module(info: CheckpointInfo, resolution: int | None = None) -> torch.nn.Module:
-    """Return the library's module for `info`, with its parameters on the meta device.
+def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Module:
+    """Return the library's module for `part`, with its parameters on the meta device.
 
     Buffers are real, except for a video VAE, whose buffers are on the meta device, too.
 
-    A transformer or ControlNet follows the reference of `info`; `follow` chooses another. `resolution` in pixels
-    overrides the resolution of `info`. Raises CheckpointError if neither the configuration nor the shapes determine the
+    A transformer or ControlNet follows the reference of `part`; `follow` chooses another. `resolution` in pixels
+    overrides the resolution of `part`. Raises CheckpointError if neither the configuration nor the shapes determine the
     architecture, or if the library cannot build it. Raises VersionError as `check_libraries` does.
     """
-    check_libraries(info)
+    check_libraries(part)
     try:
-        return construct(info, resolution)
+        return construct(part, resolution)
     except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
         # The cause is a disk or the memory, not the file.
         raise
     except Exception as error:  # the libraries raise many kinds for sizes that do not fit each other
         reason = brief(str(error) or type(error).__name__, 100)
         raise CheckpointError(
-            f"{info.name}: its config or its tensors' shapes build no {info.kind} ({reason}); use another file, or the "
+            f"{part.name}: its config or its tensors' shapes build no {part.kind} ({reason}); use another file, or the "
             "model's own config.json"
         ) from error
 
 
-def check_libraries(info: CheckpointInfo) -> None:
+def check_libraries(part: Checkpoint) -> None:
     """Raise VersionError under python -OO, and if diffusers or transformers cannot be imported or is too old."""
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
@@ -100,28 +100,28 @@ def check_libraries(info: CheckpointInfo) -> None:
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from error
-    if info.kind in VIDEO_KINDS and not hasattr(diffusers, library_class(info)):
-        oldest = "0.37" if info.variant == "ltx-2" else "0.36"
+    if part.kind in VIDEO_KINDS and not hasattr(diffusers, library_class(part)):
+        oldest = "0.37" if part.variant == "ltx-2" else "0.36"
         raise VersionError(
             f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
             "pip install -U diffusers"
         )
 
 
-def library_class(info: CheckpointInfo) -> str:
-    """Return the name of diffusers' class for `info`."""
-    return "AutoencoderKLLTX2Video" if info.variant == "ltx-2" else KINDS[info.kind].classes[0]
+def library_class(part: Checkpoint) -> str:
+    """Return the name of diffusers' class for `part`."""
+    return "AutoencoderKLLTX2Video" if part.variant == "ltx-2" else KINDS[part.kind].classes[0]
 
 
-def check_layers(info: CheckpointInfo, layers: int) -> None:
+def check_layers(part: Checkpoint, layers: int) -> None:
     """Raise CheckpointError unless the file of a video transformer has `layers` blocks, like its configuration.
 
     The limit bounds the time: building MOST_VIDEO_LAYERS blocks takes less than a second.
     """
-    blocks = count(info.headers, r"transformer_blocks\.(\d+)\.")
+    blocks = count(part.headers, r"transformer_blocks\.(\d+)\.")
     if not layers == blocks <= MOST_VIDEO_LAYERS:
         raise CheckpointError(
-            f"{info.name}: got {blocks} blocks, expected {layers} as in its config and at most {MOST_VIDEO_LAYERS}; "
+            f"{part.name}: got {blocks} blocks, expected {layers} as in its config and at most {MOST_VIDEO_LAYERS}; "
             "download both again"
         )
 
@@ -150,89 +150,89 @@ def empty_parameters() -> Iterator[None]:
             torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
+def construct(part: Checkpoint, resolution: int | None) -> torch.nn.Module:
     """Build a module. Raises CheckpointError for an unknown width, and the errors of the libraries."""
     import diffusers
     from transformers import Gemma2Config, Gemma2Model
 
-    config = library_config(info)
-    if info.kind != "text_encoder":
-        config["_class_name"] = library_class(info)
-    if resolution is not None and info.kind in ("transformer", "controlnet"):
+    config = library_config(part)
+    if part.kind != "text_encoder":
+        config["_class_name"] = library_class(part)
+    if resolution is not None and part.kind in ("transformer", "controlnet"):
         config.update(resolution_config(resolution))
-    if info.kind == "video_transformer":
+    if part.kind == "video_transformer":
         config["patch_size"] = tuple(config["patch_size"])
-        check_layers(info, config.get("num_layers", VIDEO_LAYERS))
-    if info.kind in VIDEO_KINDS:
+        check_layers(part, config.get("num_layers", VIDEO_LAYERS))
+    if part.kind in VIDEO_KINDS:
         with torch.device("meta"):
-            module = getattr(diffusers, library_class(info)).from_config(config)
+            module = getattr(diffusers, library_class(part)).from_config(config)
         # Check the shapes before memory is allocated: `init_empty_weights` makes real parameters, one at a time.
-        if not info.quantised:
-            shapes = {name: header.shape for name, header in info.headers.items()}
-            check_shapes(info.name, module.state_dict(), shapes)
-        if info.kind == "video_autoencoder":
+        if not part.quantised:
+            shapes = {name: header.shape for name, header in part.headers.items()}
+            check_shapes(part.name, module.state_dict(), shapes)
+        if part.kind == "video_autoencoder":
             return module
         if module.config.out_channels not in (None, module.config.in_channels):
             raise CheckpointError(
-                f"{info.name}: got {module.config.out_channels} out_channels, expected {module.config.in_channels} as "
+                f"{part.name}: got {module.config.out_channels} out_channels, expected {module.config.in_channels} as "
                 "in_channels; use a released model"
             )
     with empty_parameters():
-        if info.kind == "text_encoder":
+        if part.kind == "text_encoder":
             # Other implementations omit the cap of the attention's logits. Older versions of transformers choose them.
             return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))
-        module = getattr(diffusers, library_class(info)).from_config(config)
-        if info.kind == "controlnet" and info.reference == NVIDIA:
+        module = getattr(diffusers, library_class(part)).from_config(config)
+        if part.kind == "controlnet" and part.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
-    if info.kind != "autoencoder":
-        set_reference(module, info.reference)
-    if info.kind == "transformer" and (sampler := scheduler_of(info).sampler) != DEFAULTS.sampler:
+    if part.kind != "autoencoder":
+        set_reference(module, part.reference)
+    if part.kind == "transformer" and (sampler := scheduler_of(part).sampler) != DEFAULTS.sampler:
         module.register_to_config(sampler=sampler)
     return module
 
 
-def library_config(info: CheckpointInfo) -> Json:
+def library_config(part: Checkpoint) -> Json:
     """Return the arguments of the library's class, from the configuration or from the tensors' shapes.
 
     Raises CheckpointError for an unknown width.
     """
-    config = shapes_config(info) if info.config is None else info.config
+    config = shapes_config(part) if part.config is None else part.config
     # diffusers looks up the class that _class_name names, so it never gets the file's value.
     return {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
 
 
-def shapes_config(info: CheckpointInfo) -> Json:
+def shapes_config(part: Checkpoint) -> Json:
     """Derive the configuration from the tensors' shapes. Raises CheckpointError for an unknown width."""
-    if info.kind == "text_encoder":
-        return gemma_config(info.headers)
-    if info.kind == "autoencoder":
-        return autoencoder_config(info.headers)
-    if info.kind == "video_transformer":
-        width = info.headers["patch_embedding.weight"].shape[0]
+    if part.kind == "text_encoder":
+        return gemma_config(part.headers)
+    if part.kind == "autoencoder":
+        return autoencoder_config(part.headers)
+    if part.kind == "video_transformer":
+        width = part.headers["patch_embedding.weight"].shape[0]
         known, expected = width % VIDEO_HEAD_DIM == 0, f"a multiple of {VIDEO_HEAD_DIM}"
     else:
-        width = architecture(info.headers).width
+        width = architecture(part.headers).width
         known, expected = width in CROSS_HEADS, " or ".join(map(str, CROSS_HEADS))
     if not known:
         raise CheckpointError(
-            f"{info.name}: got width {width}, expected {expected}, for weights do not tell the number of attention "
+            f"{part.name}: got width {width}, expected {expected}, for weights do not tell the number of attention "
             "heads; put the model's config.json beside the file"
         )
-    if info.kind == "video_transformer":
-        return video_config(info.headers)
-    config = transformer_config(info.headers, info.resolution or DEFAULT_RESOLUTION)
+    if part.kind == "video_transformer":
+        return video_config(part.headers)
+    config = transformer_config(part.headers, part.resolution or DEFAULT_RESOLUTION)
     # Arguments that diffusers' ControlNet does not have.
-    unknown = ("guidance_embeds", "qk_norm") if info.kind == "controlnet" else ()
+    unknown = ("guidance_embeds", "qk_norm") if part.kind == "controlnet" else ()
     return {key: value for key, value in config.items() if key not in unknown}
 
 
-def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str = AUTO) -> float:
-    """Return the shift of the schedule for the transformer in `info`, a checkpoint or its transformer.
+def shift_of(checkpoint: Checkpoint, resolution: int | None = None, reference: str = AUTO) -> float:
+    """Return the shift of the schedule for the transformer in `checkpoint`, a checkpoint or its transformer.
 
     The order is: `resolution` (pixels) if given; the released model's shift, if `reference` changes it; the folder's
     scheduler or the saved MODEL; the released model's shift.
     """
-    part = find_transformer(info)
+    part = find_transformer(checkpoint)
     pixels = resolution or part.resolution or DEFAULT_RESOLUTION
     own = released_shift(part.variant, pixels, part.reference)
     released = own if reference == AUTO else released_shift(part.variant, pixels, reference)
@@ -243,53 +243,55 @@ def shift_of(info: CheckpointInfo, resolution: int | None = None, reference: str
     return released if stated is None else float(stated)
 
 
-def text_reference(info: CheckpointInfo, reference: str = AUTO) -> str:
+def text_reference(checkpoint: Checkpoint, reference: str = AUTO) -> str:
     """Return the reference for reading prompts.
 
     It is `reference`, or with "auto" the transformer's, or the text encoder's own, or NVIDIA's. Raises InputError for
     an unknown name.
     """
     check_name("reference", reference, READINGS)
-    own = (info.reference or NVIDIA) if reference == AUTO else reference
-    makes_videos = any(part.kind == "video_transformer" for part in info.parts)
+    own = (checkpoint.reference or NVIDIA) if reference == AUTO else reference
+    makes_videos = any(part.kind == "video_transformer" for part in checkpoint.parts)
     return DIFFUSERS_VIDEO if makes_videos and own == DIFFUSERS else own
 
 
-def latent_scale(info: CheckpointInfo) -> float:
-    """Return the scaling factor of the latents. Without a VAE in `info`, use the factor of DC-AE f32c32."""
-    parts = [part for part in info.parts or (info,) if part.kind == "autoencoder" and part.config is not None]
+def latent_scale(checkpoint: Checkpoint) -> float:
+    """Return the scaling factor of the latents. Without a VAE in `checkpoint`, use the factor of DC-AE f32c32."""
+    parts = [
+        part for part in checkpoint.parts or (checkpoint,) if part.kind == "autoencoder" and part.config is not None
+    ]
     if not parts or not parts[0].config:
-        return recorded(info, "latent_scale") or DC_AE_SCALE
+        return recorded(checkpoint, "latent_scale") or DC_AE_SCALE
     # The default of AutoencoderDC is 1.
     return parts[0].config.get("scaling_factor", 1.0)
 
 
-def config_of(info: CheckpointInfo) -> TransformerConfig:
-    """Return the configuration of the transformer `info` with the library's defaults, without building the module.
+def config_of(part: Checkpoint) -> TransformerConfig:
+    """Return the configuration of the transformer `part` with the library's defaults, without building the module.
 
     Raises CheckpointError for an unknown width, and VersionError as `check_libraries` does.
     """
-    check_libraries(info)
+    check_libraries(part)
     import diffusers
 
-    parameters = inspect.signature(getattr(diffusers, library_class(info)).__init__).parameters.values()
+    parameters = inspect.signature(getattr(diffusers, library_class(part)).__init__).parameters.values()
     defaults: Json = {parameter.name: parameter.default for parameter in parameters}
-    if info.kind == "transformer":
-        defaults["sampler"] = scheduler_of(info).sampler
-    config: Any = SimpleNamespace(**defaults | library_config(info))
+    if part.kind == "transformer":
+        defaults["sampler"] = scheduler_of(part).sampler
+    config: Any = SimpleNamespace(**defaults | library_config(part))
     return config
 
 
-def recorded(info: CheckpointInfo, field: str) -> Any:
+def recorded(checkpoint: Checkpoint, field: str) -> Any:
     """Return a field that this package wrote into the configuration of a saved MODEL, or None."""
-    part = next((part for part in info.parts or (info,) if part.kind in TRANSFORMERS), None)
+    part = next((part for part in checkpoint.parts or (checkpoint,) if part.kind in TRANSFORMERS), None)
     return part.config.get(field) if part and part.config else None
 
 
-def component_tensors(info: CheckpointInfo, read: Reader = read_file) -> dict[str, torch.Tensor]:
-    """Return the tensors of `info` by the module's parameter names. Fused tensors are split into their parts."""
-    wanted = {target: origin for target, origin in info.origins.items() if target not in TOKENIZERS}
-    stored = read_tensors(info.weights, dict.fromkeys(origin.name for origin in wanted.values()), read)
+def component_tensors(part: Checkpoint, read: Reader = read_file) -> dict[str, torch.Tensor]:
+    """Return the tensors of `part` by the module's parameter names. Fused tensors are split into their parts."""
+    wanted = {target: origin for target, origin in part.origins.items() if target not in TOKENIZERS}
+    stored = read_tensors(part.weights, dict.fromkeys(origin.name for origin in wanted.values()), read)
     return {
         target: stored[name].chunk(parts)[part] if parts > 1 else stored[name]
         for target, (name, part, parts) in wanted.items()
@@ -361,19 +363,19 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def load_part(
-    info: CheckpointInfo, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
+    part: Checkpoint, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
 ) -> torch.nn.Module:
-    """Return the library's module of `info` in `dtype`. `read` reads the tensors from the file.
+    """Return the library's module of `part` in `dtype`. `read` reads the tensors from the file.
 
-    `resolution` (pixels) overrides the resolution of `info`. Raises CheckpointError for quantised weights, for an
+    `resolution` (pixels) overrides the resolution of `part`. Raises CheckpointError for quantised weights, for an
     unknown architecture, and for missing, unexpected, misshapen and non-finite tensors.
     """
-    if info.quantised:
+    if part.quantised:
         raise CheckpointError(
-            f"{info.name}: got quantised weights, which only ComfyUI reads, and not for a VAE; use the plain file"
+            f"{part.name}: got quantised weights, which only ComfyUI reads, and not for a VAE; use the plain file"
         )
-    module = build_module(info, resolution)
-    fill(module, component_tensors(info, read), info.name, lambda key: dtype)
+    module = build_module(part, resolution)
+    fill(module, component_tensors(part, read), part.name, lambda key: dtype)
     return module
 
 
@@ -391,13 +393,13 @@ def load_transformer(
     no values, and none are read. Raises CheckpointError, MissingFileError or ReadError, with the file's name, if the
     file is not a complete SANA transformer.
     """
-    info = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
+    part = follow(find_part(inspect_checkpoint(path), "transformer"), reference)
     if torch.device(device).type == "meta":
-        module = build_module(info, resolution).requires_grad_(False).train(False)
+        module = build_module(part, resolution).requires_grad_(False).train(False)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
         return module  # type: ignore[return-value]
-    return load_part(info, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
+    return load_part(part, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
 
 
 def load_video_transformer(
@@ -408,8 +410,8 @@ def load_video_transformer(
     `reference`: see `load_transformer`. Raises CheckpointError, MissingFileError or ReadError, with the file's name, if
     the file is not a complete SANA-Video transformer, and VersionError if diffusers does not have its class yet.
     """
-    info = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
-    return load_part(info, dtype).to(device)  # type: ignore[return-value]
+    part = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
+    return load_part(part, dtype).to(device)  # type: ignore[return-value]
 
 
 def load_controlnet(
@@ -424,8 +426,8 @@ def load_controlnet(
     Raises CheckpointError or MissingFileError, with the file's name, if the file is not a complete SANA ControlNet, or
     if `reference` is "nvidia" and the file does not have this block.
     """
-    info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
-    return load_part(info, dtype).to(device)  # type: ignore[return-value]
+    part = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
+    return load_part(part, dtype).to(device)  # type: ignore[return-value]
 
 
 def load_autoencoder(
@@ -449,8 +451,8 @@ def load_text_encoder(
     `reference`: how to read prompts, see `text_reference`. Raises CheckpointError, MissingFileError or ReadError, with
     the file's name, if the file is not a complete Gemma 2 or the tokenizer is missing.
     """
-    info = inspect_checkpoint(path)
-    part = find_part(info, "text_encoder")
+    checkpoint = inspect_checkpoint(path)
+    part = find_part(checkpoint, "text_encoder")
     tokenizer = load_tokenizer(part)
     model: Any = load_part(part, dtype).to(device)
-    return TextEncoder(tokenizer, model, text_reference(info, reference))
+    return TextEncoder(tokenizer, model, text_reference(checkpoint, reference))

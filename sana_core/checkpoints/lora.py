@@ -13,7 +13,7 @@ import torch
 from ..errors import InputError
 from ..model.reference import RULES
 from ..runtime.text import Json, brief
-from . import CheckpointInfo, find_part, inspect_checkpoint
+from . import Checkpoint, find_part, inspect_checkpoint
 from .files import parse_json, read_json
 from .headers import PICKLED, read_file
 from .keys import HOLDERS, unwrapped
@@ -95,45 +95,47 @@ def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, 
     Raises InputError where a layer of the file does not fit or has another kind of adapter, CheckpointError for
     numbers that are not finite, and CheckpointError, MissingFileError or ReadError for what is no LoRA.
     """
-    info = find_part(inspect_checkpoint(file), "lora")
+    checkpoint = find_part(inspect_checkpoint(file), "lora")
     # A file that does not fit may have gigabytes, so shapes are compared before they are read.
-    whole_adapters(info, without_values(info), shapes)
-    return whole_adapters(info, read_file(info.path), shapes)
+    whole_adapters(checkpoint, without_values(checkpoint), shapes)
+    return whole_adapters(checkpoint, read_file(checkpoint.path), shapes)
 
 
-def without_values(info: CheckpointInfo) -> Tensors:
-    """Return the tensors of the file `info` on the meta device. Single numbers are read, because they may be alphas."""
-    if info.path.suffix.lower() in PICKLED:
-        return read_file(info.path)
-    headers = info.weights.headers
+def without_values(checkpoint: Checkpoint) -> Tensors:
+    """Return the file's tensors on the meta device. Tensors of one number are read, because they may be alphas."""
+    if checkpoint.path.suffix.lower() in PICKLED:
+        return read_file(checkpoint.path)
+    headers = checkpoint.weights.headers
     tensors = {name: torch.empty(header.shape, dtype=header.dtype, device="meta") for name, header in headers.items()}
-    return tensors | read_file(info.path, {name for name, header in headers.items() if math.prod(header.shape) == 1})
+    return tensors | read_file(
+        checkpoint.path, {name for name, header in headers.items() if math.prod(header.shape) == 1}
+    )
 
 
 def whole_adapters(
-    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Adapter]:
-    """Return {layer: adapter} of the `tensors` of the file `info`. `shapes` has the shape of each layer's weight.
+    """Return {layer: adapter} of the `tensors` of the file `checkpoint`. `shapes` has the shape of each layer's weight.
 
     Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
     """
-    adapters, unknown_layers, misfits = read_adapters(info, tensors, shapes)
+    adapters, unknown_layers, misfits = read_adapters(checkpoint, tensors, shapes)
     for name, unknown in unknown_layers.items():
         misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
     if misfits:
-        raise misfit_error(info.name, len(adapters) + len(misfits), misfits)
+        raise misfit_error(checkpoint.name, len(adapters) + len(misfits), misfits)
     return adapters
 
 
 def read_adapters(
-    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> FileAdapters:
-    """Group the `tensors` of the file `info` into adapters for the layers of `shapes`, other layers, and misfits.
+    """Group the `tensors` of the file `checkpoint` into adapters for the layers of `shapes`, other layers, and misfits.
 
     Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed. On
     the meta device only shapes are compared.
     """
-    settings, known = peft_settings(info), written_names(shapes)
+    settings, known = peft_settings(checkpoint), written_names(shapes)
     found = FileAdapters({}, {}, {})
     for written, own in split_layers(tensors).items():
         layer, parts = known.get(written) or known.get(unwrapped_layer(written)), parts_of(own)
@@ -142,7 +144,7 @@ def read_adapters(
             continue
         for key, tensor in own.items():
             if not tensor.is_meta:
-                check_finite(info.name, key, tensor)
+                check_finite(checkpoint.name, key, tensor)
         try:
             adapter = adapter_of(parts, layer, shapes[layer], settings)
         except (KeyError, IndexError, RuntimeError):
@@ -306,18 +308,18 @@ def of_layer(settings: Json, field: str, layer: str) -> float | None:
     return next((settings[name] for name in PEFT_NAMES[field] if settings.get(name) is not None), None)
 
 
-def peft_settings(info: CheckpointInfo) -> Json:
+def peft_settings(checkpoint: Checkpoint) -> Json:
     """Return the settings that PEFT wrote beside the file, or diffusers into it, none where they did not.
 
     Raises CheckpointError for settings that are not PEFT's, or of adapters that are not read here.
     """
-    if beside := peft_file(info.path):
+    if beside := peft_file(checkpoint.path):
         settings = read_json(beside)
     else:
         prefix = "transformer."
-        written = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
+        written = parse_json(checkpoint.weights.metadata.get(IN_FILE, "{}"), f"{checkpoint.name}: {IN_FILE}")
         settings = {key.removeprefix(prefix): value for key, value in written.items() if key.startswith(prefix)}
-    check_peft(info.name, settings)
+    check_peft(checkpoint.name, settings)
     return settings
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..model.known_models import DEFAULTS, SPRINT
 from ..runtime.text import Json, brief
 from ..sampling.samplers import SAMPLERS
-from .checkpoint import CheckpointInfo
+from .checkpoint import Checkpoint
 from .files import read_json
 from .kinds import KINDS
 
@@ -40,21 +40,21 @@ class Scheduler(NamedTuple):
     unknown: tuple[str, ...] = ()  # settings that this package does not have, as "name value"
 
 
-def scheduler_file(info: CheckpointInfo) -> Path | None:
-    """Return the scheduler's configuration in the diffusers folder of the transformer `info`, None if there is none."""
-    folder = info.path.absolute().parent
+def scheduler_file(part: Checkpoint) -> Path | None:
+    """Return the scheduler's configuration in the diffusers folder of the transformer `part`, None if there is none."""
+    folder = part.path.absolute().parent
     file = folder.parent / "scheduler" / "scheduler_config.json"
     return file if folder.name == KINDS["transformer"].folder and file.exists() else None
 
 
-def scheduler_of(info: CheckpointInfo) -> Scheduler:
-    """Return the scheduler of the image transformer `info`: of its folder, or of the MODEL that was saved.
+def scheduler_of(part: Checkpoint) -> Scheduler:
+    """Return the scheduler of the image transformer `part`: of its folder, or of the MODEL that was saved.
 
     Raises CheckpointError for a configuration that is no JSON object, ReadError where the disk refuses.
     """
-    file = scheduler_file(info)
+    file = scheduler_file(part)
     if file is None:
-        saved = info.config.get("sampler") if info.config else None
+        saved = part.config.get("sampler") if part.config else None
         return Scheduler(saved or DEFAULTS.sampler)
     config = read_json(file)
     name = config.get("_class_name", DPM_SOLVER)
@@ -80,9 +80,9 @@ def scheduler_of(info: CheckpointInfo) -> Scheduler:
     return Scheduler(sampler, tuple(unknown))
 
 
-def scheduler_notes(info: CheckpointInfo) -> list[str]:
-    """Return lines for the user if the scheduler of the image transformer `info` is not SANA's usual one."""
-    scheduler = scheduler_of(info)
+def scheduler_notes(part: Checkpoint) -> list[str]:
+    """Return lines for the user if the scheduler of the image transformer `part` is not SANA's usual one."""
+    scheduler = scheduler_of(part)
     lines = []
     if scheduler.sampler != DEFAULTS.sampler:
         lines.append(f"scheduler: saved with {scheduler.sampler}; choose that sampler, or switch model_defaults on")

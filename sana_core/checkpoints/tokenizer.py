@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import CheckpointError, MissingFileError
 from ..model.text import Tokenizer
 from ..runtime.text import brief, shown
-from .checkpoint import CheckpointInfo
+from .checkpoint import Checkpoint
 from .files import REDOWNLOAD, read_bytes, read_json
 from .headers import tensor_bytes
 from .schemas import refuse_code
@@ -16,17 +16,17 @@ PAD_TOKEN, BOS_TOKEN = 0, 2  # Gemma's
 LARGEST_TOKENIZER = 64_000_000
 
 
-def load_tokenizer(info: CheckpointInfo) -> Tokenizer:
+def load_tokenizer(part: Checkpoint) -> Tokenizer:
     """Return the tokenizer of a text encoder: from inside its file, from its folder, or from tokenizer/ beside that.
 
     Raises MissingFileError where there is none, CheckpointError for one that is broken, not Gemma's, or larger than the
     text encoder's vocabulary, and for settings that name code of their own; whoever made them means another tokenizer.
     """
-    vocabulary, folder = info.headers["embed_tokens.weight"].shape[0], info.path.parent
+    vocabulary, folder = part.headers["embed_tokens.weight"].shape[0], part.path.parent
     for target, build in (("spiece_model", sentencepiece_tokenizer), ("tokenizer_json", json_tokenizer)):
-        if target in info.origins:
-            content = tensor_bytes(info.weights, info.origins[target].name, LARGEST_TOKENIZER, "a tokenizer")
-            return build(content, f"{info.name}: {target}", vocabulary)
+        if target in part.origins:
+            content = tensor_bytes(part.weights, part.origins[target].name, LARGEST_TOKENIZER, "a tokenizer")
+            return build(content, f"{part.name}: {target}", vocabulary)
     for place in (folder, folder.parent / "tokenizer"):
         for name, build in (("tokenizer.json", json_tokenizer), ("tokenizer.model", sentencepiece_tokenizer)):
             file, settings = place / name, place / "tokenizer_config.json"
@@ -35,7 +35,7 @@ def load_tokenizer(info: CheckpointInfo) -> Tokenizer:
                     refuse_code(shown(settings), read_json(settings))
                 return build(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary)
     raise MissingFileError(
-        f"{info.name}: no tokenizer in the file, and no tokenizer.json or tokenizer.model beside it; put the one of "
+        f"{part.name}: no tokenizer in the file, and no tokenizer.json or tokenizer.model beside it; put the one of "
         "gemma-2-2b-it by Efficient-Large-Model on Hugging Face into the same folder"
     )
 

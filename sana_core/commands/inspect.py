@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..checkpoints.notes import checkpoint_notes
 from ..checkpoints.parts import describe
 from .options import path_of
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
             sys.stdout.write(f"  {note}\n")
 
 
-def sentence(info: CheckpointInfo) -> str:
+def sentence(info: Checkpoint) -> str:
     """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
     words = [describe(info)]
     if info.resolution is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints import CheckpointInfo, inspect_checkpoint
+from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..checkpoints.fingerprint import weight_files
 from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
@@ -98,7 +98,7 @@ def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]
                 waiting += reversed(children)
 
 
-def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
+def check_digest(report: Report, info: Checkpoint, file: Path) -> None:
     """Add a line with the SHA-256 of `file`, and the name of the published file that it is."""
     inside = info.path.is_dir()
     what = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
@@ -115,7 +115,7 @@ def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
         report.note(SECTION, what, f"{digest}, {size} bytes: not among those that we know{known}")
 
 
-def describe_loras(report: Report, found: Sequence[CheckpointInfo]) -> None:
+def describe_loras(report: Report, found: Sequence[Checkpoint]) -> None:
     """Add a line for each LoRA of SANA: which of the transformers here, the bundled one among them, it fits.
 
     Only headers are read. A LoRA of another model is no fault, so those LoRAs are counted.
@@ -140,7 +140,7 @@ def describe_loras(report: Report, found: Sequence[CheckpointInfo]) -> None:
         report.note(SECTION, "LoRAs of other models", str(others))
 
 
-def fit_of(info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> str:
+def fit_of(info: Checkpoint, transformers: Sequence[Checkpoint]) -> str:
     """Return the variants of `transformers` that a LoRA fits, or why it fits none of them. Compares shapes only."""
     variants, reason = list[str](), "no model is here"
     for part in transformers:
@@ -157,7 +157,7 @@ def fit_of(info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> str:
     return f"fits {', '.join(dict.fromkeys(variants))}" if variants else f"fits no model here: {reason}"
 
 
-def has_layers_of_sana(info: CheckpointInfo) -> bool:
+def has_layers_of_sana(info: Checkpoint) -> bool:
     """Whether the LoRA changes a layer that SANA's transformers have by name."""
     names = written_names(
         f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")

@@ -182,14 +182,14 @@ def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = Fal
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
-    info = find_part(checkpoint, "text_encoder")
-    tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
+    part = find_part(checkpoint, "text_encoder")
+    tokenizer, reading = load_tokenizer(part), text_reference(checkpoint, reference)
     device = comfy.model_management.text_encoder_device()
     dtype, compute = text_dtypes(device)
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
-    if info.quantised:
+    if part.quantised:
         dtype, operations = dtype or compute, comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
-    gemma = load_component(info, dtype, compute, operations)
+    gemma = load_component(part, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
         lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
         lambda **_: SanaTextModel(gemma, tokenizer),

@@ -12,7 +12,7 @@ import comfy.supported_models_base
 import torch
 from diffusers import SanaVideoTransformer3DModel
 
-from ....sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
+from ....sana_core.checkpoints import Checkpoint, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.configs import hidden_width
 from ....sana_core.checkpoints.load import shift_of
@@ -41,46 +41,46 @@ class SanaConfig(comfy.supported_models_base.BASE):
     text_encoder_key_prefix = ["text_encoders."]
     vae_key_prefix = ["vae."]
 
-    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
-        """`info`: the transformer in `checkpoint`. `form`: the format to quantise its blocks to."""
-        is_video = info.kind == "video_transformer"
-        embedding = info.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
+    def __init__(self, checkpoint: Checkpoint, part: Checkpoint, resolution: int | None, form: str) -> None:
+        """`part`: the transformer in `checkpoint`. `form`: the format to quantise its blocks to."""
+        is_video = part.kind == "video_transformer"
+        embedding = part.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
         inner = embedding.shape[0]
         # FreeU reads model_channels.
         super().__init__({**self.unet_config, "model_channels": inner})
-        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
+        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, part.reference)}
         self.latent_format = video_format(embedding.shape[1]) if is_video else latent_format(checkpoint)
         # Most SANA weights overflow in fp16. Use fp16 only if the file is in fp16.
-        half = [torch.float16] if info.dtype == torch.float16 else []
+        half = [torch.float16] if part.dtype == torch.float16 else []
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
         # ComfyUI reads the format of each layer itself. It only needs to know that some are quantised.
-        self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
-        self.text = describe(info, resolution, form)
+        self.quant_config = {"mixed_ops": True} if part.quantised or form != OFF else None
+        self.text = describe(part, resolution, form)
         # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
-        hidden = 2 * hidden_width(info.headers)
+        hidden = 2 * hidden_width(part.headers)
         cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
-def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
-    """Describe the transformer `info` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
+def describe(part: Checkpoint, resolution: int | None, form: str) -> str:
+    """Describe the transformer `part` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
 
     The line omits the usual: that the size is from the configuration, and that the reference is the layout's.
     """
-    size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
-    pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
+    size = f"{weight_count(part) / 1e6:.1f}M" if part.variant.startswith("custom") else part.variant
+    pixels, source = (resolution, "chosen") if resolution else (part.resolution, part.resolution_from)
     parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
-    if info.kind == "video_transformer":
-        parts = [f"SANA-Video {info.variant.removeprefix('video-')}"]
-    parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
-    if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
-        parts.append("computed as by diffusers" if info.reference == DIFFUSERS else "computed as by NVIDIA's code")
-    parts.append(str(info.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
+    if part.kind == "video_transformer":
+        parts = [f"SANA-Video {part.variant.removeprefix('video-')}"]
+    parts += ["diffusers layout" if part.layout == DIFFUSERS else "NVIDIA's layout"]
+    if (part.reference == DIFFUSERS) != (part.layout == DIFFUSERS):
+        parts.append("computed as by diffusers" if part.reference == DIFFUSERS else "computed as by NVIDIA's code")
+    parts.append(str(part.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
     return ", ".join(parts)
 
 
-def weight_count(info: CheckpointInfo) -> int:
-    return sum(math.prod(header.shape) for header in info.headers.values())
+def weight_count(part: Checkpoint) -> int:
+    return sum(math.prod(header.shape) for header in part.headers.values())
 
 
 WEIGHT_DTYPES = {
@@ -115,23 +115,23 @@ def load_model(
     path = checkpoint.path
     # Before the file is read, so that a later change is noticed.
     reload = reloader(load_model, path)
-    info = follow(find_transformer(checkpoint), reference)
-    check_choice(quantise, weight_dtype, info.quantised)
-    config = SanaConfig(checkpoint, info, resolution, quantise)
+    part = follow(find_transformer(checkpoint), reference)
+    check_choice(quantise, weight_dtype, part.quantised)
+    config = SanaConfig(checkpoint, part, resolution, quantise)
     is_quantised = config.quant_config is not None
     load_device = comfy.model_management.get_torch_device()
     supported = config.supported_inference_dtypes
     stored = WEIGHT_DTYPES[weight_dtype]
     if stored is None:
         stored = comfy.model_management.unet_dtype(
-            load_device, weight_count(info), supported, weight_dtype=None if is_quantised else info.dtype
+            load_device, weight_count(part), supported, weight_dtype=None if is_quantised else part.dtype
         )
     compute = comfy.model_management.unet_manual_cast(None if is_quantised else stored, load_device, supported)
     config.set_inference_dtype(stored, compute, device=load_device)
     operations = comfy.ops.pick_operations(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
-    transformer = load_component(info, stored, compute, operations, resolution, quantise)
+    transformer = load_component(part, stored, compute, operations, resolution, quantise)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     model = model_of(transformer, config)
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())

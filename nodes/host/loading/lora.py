@@ -67,10 +67,12 @@ def apply_lora(
     that is no LoRA.
     """
     transformer = require_sana(model.model).diffusion_model
-    info = find_part(inspect_checkpoint(path), "lora")
+    checkpoint = find_part(inspect_checkpoint(path), "lora")
     weights = layer_weights(transformer)
     tensors = read(path) if tensors is None else tensors
-    found, others, misfits = read_adapters(info, tensors, {name: weight.shape for name, weight in weights.items()})
+    found, others, misfits = read_adapters(
+        checkpoint, tensors, {name: weight.shape for name, weight in weights.items()}
+    )
     total = len(found) + len(others) + len(misfits)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)
@@ -81,12 +83,12 @@ def apply_lora(
     patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in found.items()}
     misfits |= fitting_patches(others, keys, shapes, patches)
     if not patches:
-        raise misfit_error(info.name, total, misfits)
-    report = f"{info.name}: {total - len(misfits)} of {total} layers fit"
+        raise misfit_error(checkpoint.name, total, misfits)
+    report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
     if misfits:
         report += f", not {listed(misfits)}"
         logger.warning(report)
-    if note := reference_note(info.name, info.weights.metadata, transformer.config.reference):
+    if note := reference_note(checkpoint.name, checkpoint.weights.metadata, transformer.config.reference):
         logger.warning(note)
         report += f"; {note}"
     model = model.clone()

@@ -209,7 +209,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     for part in checkpoint.parts or (checkpoint,):
         if part.kind == "video_autoencoder":
             return load_video_vae(part)
-    info = find_part(checkpoint, "autoencoder")
+    part = find_part(checkpoint, "autoencoder")
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
     vae = empty_vae(device, dtype)
@@ -220,7 +220,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     # These layers are not ComfyUI's and do not use dynamic VRAM. Strips use each weight many times, so all 0.6 GB stay
     # on the device.
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-        autoencoder = load_part(info, dtype, read)
+        autoencoder = load_part(part, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 

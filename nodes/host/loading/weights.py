@@ -26,7 +26,7 @@ from .layers import adopt, is_mixed, is_stored
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
 if TYPE_CHECKING:
-    from ....sana_core.checkpoints import CheckpointInfo
+    from ....sana_core.checkpoints import Checkpoint
 
 QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 
@@ -45,14 +45,14 @@ def read(file: Path, names: Collection[str] | None = None, half: bool = False) -
 
 
 def load_component(
-    info: CheckpointInfo,
+    checkpoint: Checkpoint,
     weight_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
     operations: type,
     resolution: int | None = None,
     form: str = OFF,
 ) -> torch.nn.Module:
-    """Return the module of `info`, with layers of `operations`, which ComfyUI casts when they run.
+    """Return the module of `checkpoint`, with layers of `operations`, which ComfyUI casts when they run.
 
     Linear, Conv2d and Embedding have weights of `weight_dtype` (None: bf16 if it represents the file's weights exactly,
     else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
@@ -60,19 +60,19 @@ def load_component(
     quantised weights in the original layout, whose fused weights cannot be separated under their scales, and for
     quantised weights of a component that runs in other operations.
     """
-    if info.quantised and (info.layout == "original" or not is_mixed(operations)):
+    if checkpoint.quantised and (checkpoint.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
-            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
+            f"{checkpoint.name}: got quantised weights, which are read of transformers and text encoders with "
             "diffusers' names; use the plain file"
         )
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-        module = build_module(info, resolution)
-        tensors = component_tensors(info, read if weight_dtype else partial(read, half=True))
+        module = build_module(checkpoint, resolution)
+        tensors = component_tensors(checkpoint, read if weight_dtype else partial(read, half=True))
         stored = {name for name, child in module.named_modules() if is_stored(child)}
-        if info.quantised:
-            tensors = load_quantised(module, tensors, info, operations)
+        if checkpoint.quantised:
+            tensors = load_quantised(module, tensors, checkpoint, operations)
         wide = compute_dtype or weight_dtype
-        fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+        fill(module, tensors, checkpoint.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
         if form != OFF:
             quantise(module, form, operations, comfy.model_management.get_torch_device())
         adopt(module, operations, wide)
@@ -81,14 +81,14 @@ def load_component(
 
 
 def load_quantised(
-    module: torch.nn.Module, tensors: dict[str, torch.Tensor], info: CheckpointInfo, operations: type
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, operations: type
 ) -> dict[str, torch.Tensor]:
     """Put quantised layers of `operations` into `module` and return the tensors that are left.
 
     An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats. Raises
     CheckpointError for a format that ComfyUI does not know, and for other quantised layers.
     """
-    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(checkpoint))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
@@ -105,24 +105,24 @@ def load_quantised(
             layer = fill_quantised(linear_like(plain, operations), own)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
+                f"{checkpoint.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
                 "use the plain file"
             ) from None
         module.set_submodule(name, layer)
     return tensors
 
 
-def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
+def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the file's metadata, the layers in its table of formats under the names that the module has.
 
     Raises CheckpointError for a table that is none.
     """
-    metadata = dict(info.weights.metadata)
+    metadata = dict(checkpoint.weights.metadata)
     if QUANTISATION in metadata:
-        names = {origin.name: target for target, origin in info.origins.items()}
-        table = parse_json(metadata[QUANTISATION], f"{info.name}: {QUANTISATION}")
+        names = {origin.name: target for target, origin in checkpoint.origins.items()}
+        table = parse_json(metadata[QUANTISATION], f"{checkpoint.name}: {QUANTISATION}")
         if not isinstance(table.get("layers"), dict):
-            raise CheckpointError(f"{info.name}: {QUANTISATION} has no table of layers; use the plain file")
+            raise CheckpointError(f"{checkpoint.name}: {QUANTISATION} has no table of layers; use the plain file")
         layers = {
             names[f"{layer}.weight"].removesuffix(".weight"): form
             for layer, form in table["layers"].items()
