@@ -18,7 +18,7 @@ from ..errors import CheckpointError, MissingFileError
 from ..runtime.text import Json, brief, shown
 from .files import LARGEST_TEXT, REDOWNLOAD, read_bytes, read_json, readable
 from .headers import Header, Weights, read_header, read_sharded, read_tensors
-from .load import fill
+from .load import fill_module
 from .schemas import (
     BLOCKS,
     FACTOR,
@@ -187,7 +187,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
                 f"{shown(header.file)}: {name} is {got}, expected floating-point {list(parameter.shape)} as in "
                 f"config.json; {REDOWNLOAD}"
             )
-    fill(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
+    fill_module(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
     # The only buffers are the position numbers. They are computed, not loaded.
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")

@@ -21,13 +21,13 @@ from .tensor_files import write_tensors
 from .tokenizer import load_tokenizer
 
 # an all-in-one file: what stands before the names of each component
-PREFIXES = {
+SAVED_PREFIXES = {
     "transformer": "model.diffusion_model.",
     "video_transformer": "model.diffusion_model.",
     "autoencoder": "vae.",
     "text_encoder": "text_encoders.",
 }
-GEMMA = "gemma2_2b.transformer.model."
+GEMMA_PREFIX = "gemma2_2b.transformer.model."
 
 
 def convert_checkpoint(
@@ -102,5 +102,5 @@ def component(
 
 def full_name(checkpoint: Checkpoint, name: str) -> str:
     """Return the name inside an all-in-one file, where the tokenizer lies beside Gemma's weights."""
-    inner = GEMMA if checkpoint.kind == "text_encoder" and name not in TOKENIZERS else ""
-    return f"{PREFIXES[checkpoint.kind]}{inner}{name}"
+    inner = GEMMA_PREFIX if checkpoint.kind == "text_encoder" and name not in TOKENIZERS else ""
+    return f"{SAVED_PREFIXES[checkpoint.kind]}{inner}{name}"

@@ -23,12 +23,12 @@ from .files import parse_json, read_json, readable
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Headers, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped
-from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
+from .kinds import CHECKPOINT_KINDS, FOLDERS, TRANSFORMER_KINDS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
 
 # The prefixes of the tensor names of each component in an all-in-one file.
-PREFIXES = (
+COMPONENT_PREFIXES = (
     re.compile(r"(model\.)?diffusion_model\.|transformer\.|module\."),
     re.compile(r"first_stage_model\.|vae\."),
     re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
@@ -138,8 +138,10 @@ def components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
         if name == AVERAGED:
             continue
         inner = unwrapped(name)
-        found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(inner))]
-        number, start = found[0] if found else (len(PREFIXES), 0)
+        found = [
+            (number, match.end()) for number, prefix in enumerate(COMPONENT_PREFIXES) if (match := prefix.match(inner))
+        ]
+        number, start = found[0] if found else (len(COMPONENT_PREFIXES), 0)
         first = groups.setdefault(number, {}).setdefault(inner[start:], name)
         if first != name:
             raise CheckpointError(
@@ -178,7 +180,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def bundle(path: Path, layout: str, parts: list[Checkpoint]) -> Checkpoint:
     """Join several components. Variant, dtype, resolution and reference are the transformer's, if there is one."""
-    first = next((part for part in parts if part.kind in TRANSFORMERS), parts[0])
+    first = next((part for part in parts if part.kind in TRANSFORMER_KINDS), parts[0])
     return Checkpoint(
         path,
         "pipeline",
@@ -215,7 +217,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     kind, layout, origins = classify(set(stored))
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
     headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
-    if kind in KINDS and kind != "lora":
+    if kind in CHECKPOINT_KINDS and kind != "lora":
         check_tensors(shown(file), kind, headers)
     sizes: Counter[torch.dtype] = Counter()
     for header in stored.values():
@@ -238,7 +240,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
-    elif kind in (*TRANSFORMERS, "controlnet"):
+    elif kind in (*TRANSFORMER_KINDS, "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
     if kind in ("transformer", "controlnet"):
         positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
@@ -305,7 +307,9 @@ def is_config_of(config: object, kind: str) -> bool:
         return False
     architectures = config.get("architectures")
     listed = architectures[:1] if isinstance(architectures, list) else []
-    return kind in KINDS and any(name in KINDS[kind].classes for name in [config.get("_class_name"), *listed])
+    return kind in CHECKPOINT_KINDS and any(
+        name in CHECKPOINT_KINDS[kind].classes for name in [config.get("_class_name"), *listed]
+    )
 
 
 def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:

@@ -49,10 +49,10 @@ def fingerprint(
     MissingFileError or ReadError for a checkpoint that is broken or incomplete.
     """
     info = inspect_checkpoint(checkpoint)
-    digests = digest_files(weight_files(info), progress, kept)
+    digests = digest_files(files_of(info), progress, kept)
     found: Json = {}
     for part in info.parts or (info,):
-        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in weight_files(part)))
+        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files_of(part)))
         if part.kind == "lora":  # its configuration is in its files
             continue
         found[f"{part.kind}_config"] = digest_json(resolved_config(part))
@@ -84,7 +84,7 @@ def resolved_config(info: Checkpoint) -> Json:
     return {key: value for key, value in words.items() if not key.startswith("_") and key not in IDLE}
 
 
-def weight_files(info: Checkpoint) -> set[Path]:
+def files_of(info: Checkpoint) -> set[Path]:
     files = {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
     beside = peft_file(info.path)
     return files | {beside} if beside else files
@@ -100,7 +100,7 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
     missing = sorted(files - digests.keys())
     done, total = 0, sum(file.stat().st_size for file in missing)
     for file in missing:
-        before = file_stat(file)
+        before = size_and_times(file)
 
         def read(count: int) -> None:
             nonlocal done
@@ -108,14 +108,14 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
             progress(done, total)
 
         digests[file] = digest_file(file, read)
-        if file_stat(file) != before:
+        if size_and_times(file) != before:
             raise ReadError(f"{file}: was written while it was read; wait until it is whole")
         if before[0] >= KEPT:
             keep(kept_path(file, kept), before, digests[file])
     return digests
 
 
-def file_stat(file: Path) -> list[int]:
+def size_and_times(file: Path) -> list[int]:
     """Return the size of a file and the times of its last changes, to notice that it was changed or replaced.
 
     Its inode is not part of it: FUSE, exFAT and CIFS may give a file another number each time.
@@ -132,14 +132,14 @@ def kept_path(file: Path, folder: Path | None = None) -> Path:
     """
     if folder is None:
         return file.with_name(f".{file.name}.sana-digest.json")
-    return folder / f"{digest_json([str(file.absolute()), file_stat(file)])}.json"
+    return folder / f"{digest_json([str(file.absolute()), size_and_times(file)])}.json"
 
 
 def read_kept(file: Path, path: Path) -> str | None:
     """Return the digest of the file as it is now that is kept at `path`, None where there is none."""
     try:
         document = json.loads(read_small(path))
-        return str(document["sha256"]) if document["stamp"] == file_stat(file) else None
+        return str(document["sha256"]) if document["stamp"] == size_and_times(file) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TRANSFORMER = {
+TRANSFORMER_NAMES = {
     "x_embedder.proj": "patch_embed.proj",
     "y_embedder.y_proj.fc1": "caption_projection.linear_1",
     "y_embedder.y_proj.fc2": "caption_projection.linear_2",
@@ -20,15 +20,15 @@ TRANSFORMER = {
     "final_layer": "",  # its scale_shift_table
 }
 # SANA-Video embeds patches of several frames
-VIDEO = {"x_embedder.proj": "patch_embedding"}
+VIDEO_NAMES = {"x_embedder.proj": "patch_embedding"}
 # Sprint embeds its guidance beside the time
-SPRINT = {
+SPRINT_NAMES = {
     "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
     "t_embedder.mlp.2": "time_embed.timestep_embedder.linear_2",
     "cfg_embedder.mlp.0": "time_embed.guidance_embedder.linear_1",
     "cfg_embedder.mlp.2": "time_embed.guidance_embedder.linear_2",
 }
-BLOCK = {
+BLOCK_NAMES = {
     "": ("",),  # its scale_shift_table
     "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
     "attn.q_norm": ("attn1.norm_q",),
@@ -54,7 +54,7 @@ WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_w
 # What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
 HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
 
-AUTOENCODER = (
+AUTOENCODER_PATTERNS = (
     (r"main\.|op_list\.", ""),
     (r"\.project_in\.conv\.", ".conv_in."),
     (r"encoder\.project_out\.0\.conv\.", "encoder.conv_out."),
@@ -94,9 +94,13 @@ def transformer_origins(names: set[str]) -> dict[str, Origin]:
     holds the transformer that it was trained on; its first block, from which NVIDIA's ControlNet starts, is
     "base_block" here.
     """
-    modules = {**TRANSFORMER, **SPRINT} if any(name.startswith("cfg_embedder.") for name in names) else TRANSFORMER
+    modules = (
+        {**TRANSFORMER_NAMES, **SPRINT_NAMES}
+        if any(name.startswith("cfg_embedder.") for name in names)
+        else TRANSFORMER_NAMES
+    )
     if "blocks.0.mlp.t_conv.weight" in names:
-        modules = {**modules, **VIDEO}
+        modules = {**modules, **VIDEO_NAMES}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
     for name in names.difference(UNUSED):
@@ -118,9 +122,9 @@ def block_modules(module: str) -> tuple[str, ...]:
         number, side = projection.groups()
         return ("input_block",) if side == "before" else (f"controlnet_blocks.{number}",)
     block = re.fullmatch(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)", module)
-    if not block or block[3] not in BLOCK:
+    if not block or block[3] not in BLOCK_NAMES:
         return ()
-    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK[block[3]])
+    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK_NAMES[block[3]])
 
 
 def autoencoder_origins(names: set[str]) -> dict[str, Origin]:
@@ -128,7 +132,7 @@ def autoencoder_origins(names: set[str]) -> dict[str, Origin]:
     origins = {}
     for name in names:
         target = name
-        for pattern, replacement in AUTOENCODER:
+        for pattern, replacement in AUTOENCODER_PATTERNS:
             target = re.sub(pattern, replacement, target)
         fused = target.partition(".qkv.conv.")
         parts = [f"{fused[0]}.to_{letter}.{fused[2]}" for letter in "qkv"] if fused[1] else [target]

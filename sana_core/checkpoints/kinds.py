@@ -12,23 +12,23 @@ from ..runtime.text import Json, brief
 from .files import INCOMPLETE
 from .headers import Header
 from .schemas import (
-    AUTOENCODER,
-    GEMMA,
+    AUTOENCODER_FIELDS,
+    GEMMA_FIELDS,
     LARGEST_WIDTH,
     MOST_BLOCKS,
-    TRANSFORMER,
-    VIDEO,
-    VIDEO_AUTOENCODER,
+    TRANSFORMER_FIELDS,
+    VIDEO_AUTOENCODER_FIELDS,
+    VIDEO_FIELDS,
     Check,
     refuse_code,
 )
 
-TRANSFORMERS = ("transformer", "video_transformer")
+TRANSFORMER_KINDS = ("transformer", "video_transformer")
 EMPTY: Mapping = MappingProxyType({})
 
 
 class CheckpointKind(NamedTuple):
-    """A row of KINDS."""
+    """A row of CHECKPOINT_KINDS."""
 
     # The name in descriptions, as in "a DC-AE".
     title: str
@@ -53,14 +53,14 @@ TRANSFORMER_TENSORS = {
     "transformer_blocks.0.ff.conv_depth.weight": 4,
     "transformer_blocks.0.ff.conv_point.weight": 4,
 }
-KINDS = {
+CHECKPOINT_KINDS = {
     "transformer": CheckpointKind(
         title="SANA transformer",
         wanted="a SANA transformer",
         remedy="get one from Efficient-Large-Model on Hugging Face, such as Sana_1600M_1024px_BF16_diffusers",
         folder="transformer",
         classes=("SanaTransformer2DModel",),
-        fields=TRANSFORMER,
+        fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
     ),
     "video_transformer": CheckpointKind(
@@ -69,7 +69,7 @@ KINDS = {
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
         folder="transformer",
         classes=("SanaVideoTransformer3DModel",),
-        fields=VIDEO,
+        fields=VIDEO_FIELDS,
         tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
     ),
     "controlnet": CheckpointKind(
@@ -77,7 +77,7 @@ KINDS = {
         wanted="a SANA ControlNet",
         remedy="get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
         classes=("SanaControlNetModel",),
-        fields=TRANSFORMER,
+        fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
     ),
     "autoencoder": CheckpointKind(
@@ -86,7 +86,7 @@ KINDS = {
         remedy="get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
         folder="vae",
         classes=("AutoencoderDC",),
-        fields=AUTOENCODER,
+        fields=AUTOENCODER_FIELDS,
         tensors={"decoder.conv_in.weight": 4},
     ),
     "video_autoencoder": CheckpointKind(
@@ -95,7 +95,7 @@ KINDS = {
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face, whole",
         folder="vae",
         classes=("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
-        fields=VIDEO_AUTOENCODER,
+        fields=VIDEO_AUTOENCODER_FIELDS,
         drops_unknown=True,
     ),
     "text_encoder": CheckpointKind(
@@ -104,7 +104,7 @@ KINDS = {
         remedy="get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
         folder="text_encoder",
         classes=("Gemma2Model", "Gemma2ForCausalLM"),
-        fields=GEMMA,
+        fields=GEMMA_FIELDS,
         drops_unknown=True,
         tensors={
             "embed_tokens.weight": 2,
@@ -118,7 +118,7 @@ KINDS = {
     "pipeline": CheckpointKind(title="SANA pipeline"),
 }
 # Subfolders of a diffusers folder, each once.
-FOLDERS = tuple(dict.fromkeys(row.folder for row in KINDS.values() if row.folder is not None))
+FOLDERS = tuple(dict.fromkeys(row.folder for row in CHECKPOINT_KINDS.values() if row.folder is not None))
 BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
 
 
@@ -128,7 +128,7 @@ def check_config(name: str, kind: str, config: Json) -> Json:
     Raises CheckpointError for a field out of its bounds, and for a field that makes the library run foreign code.
     """
     refuse_code(name, config)
-    row = KINDS[kind]
+    row = CHECKPOINT_KINDS[kind]
     for field, check in row.fields.items():
         if field in config and not check(config[field]):
             raise CheckpointError(
@@ -140,7 +140,7 @@ def check_config(name: str, kind: str, config: Json) -> Json:
 
 def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Raise CheckpointError if tensors that identify the architecture are missing or misshapen, or for many blocks."""
-    for tensor, dimensions in KINDS[kind].tensors.items():
+    for tensor, dimensions in CHECKPOINT_KINDS[kind].tensors.items():
         if tensor not in headers:
             raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
         shape = headers[tensor].shape

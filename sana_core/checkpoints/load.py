@@ -42,7 +42,7 @@ from .configs import (
 from .detect import TOKENIZERS, follow, inspect_checkpoint
 from .files import INCOMPLETE
 from .headers import Reader, read_file, read_tensors
-from .kinds import KINDS, TRANSFORMERS
+from .kinds import CHECKPOINT_KINDS, TRANSFORMER_KINDS
 from .parts import find_part, find_transformer
 from .schedulers import scheduler_file, scheduler_of
 from .schemas import read_shift
@@ -110,7 +110,7 @@ def check_libraries(part: Checkpoint) -> None:
 
 def library_class(part: Checkpoint) -> str:
     """Return the name of diffusers' class for `part`."""
-    return "AutoencoderKLLTX2Video" if part.variant == "ltx-2" else KINDS[part.kind].classes[0]
+    return "AutoencoderKLLTX2Video" if part.variant == "ltx-2" else CHECKPOINT_KINDS[part.kind].classes[0]
 
 
 def check_layers(part: Checkpoint, layers: int) -> None:
@@ -284,7 +284,7 @@ def config_of(part: Checkpoint) -> TransformerConfig:
 
 def recorded(checkpoint: Checkpoint, field: str) -> Any:
     """Return a field that this package wrote into the configuration of a saved MODEL, or None."""
-    part = next((part for part in checkpoint.parts or (checkpoint,) if part.kind in TRANSFORMERS), None)
+    part = next((part for part in checkpoint.parts or (checkpoint,) if part.kind in TRANSFORMER_KINDS), None)
     return part.config.get(field) if part and part.config else None
 
 
@@ -311,7 +311,7 @@ def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mappin
             )
 
 
-def fill(
+def fill_module(
     module: torch.nn.Module,
     tensors: MutableMapping[str, torch.Tensor],
     name: str,
@@ -375,7 +375,7 @@ def load_part(
             f"{part.name}: got quantised weights, which only ComfyUI reads, and not for a VAE; use the plain file"
         )
     module = build_module(part, resolution)
-    fill(module, component_tensors(part, read), part.name, lambda key: dtype)
+    fill_module(module, component_tensors(part, read), part.name, lambda key: dtype)
     return module
 
 

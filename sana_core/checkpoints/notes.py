@@ -8,7 +8,7 @@ import torch
 
 from ..model.reference import AUTO, RULES
 from .checkpoint import Checkpoint
-from .downloads import GEMMA
+from .downloads import GEMMA_FILE
 from .headers import PICKLED, map_file, read_file, read_tensors
 from .load import text_reference
 from .schedulers import scheduler_notes
@@ -53,7 +53,7 @@ def base_gemma_notes(part: Checkpoint) -> list[str]:
         return []
     return [
         f"{part.name}: probably not Gemma-2-2b-it, which SANA was trained with ({reason}); images follow prompts "
-        f"worse, so use {GEMMA}"
+        f"worse, so use {GEMMA_FILE}"
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import CheckpointError, MissingFileError
 from .checkpoint import Checkpoint
-from .kinds import KINDS
+from .kinds import CHECKPOINT_KINDS
 
 
 def find_part(checkpoint: Checkpoint, kind: str) -> Checkpoint:
@@ -16,7 +16,7 @@ def find_part(checkpoint: Checkpoint, kind: str) -> Checkpoint:
     for part in checkpoint.parts or (checkpoint,):
         if part.kind == kind:
             return part
-    row = KINDS[kind]
+    row = CHECKPOINT_KINDS[kind]
     if (checkpoint.path / "model_index.json").is_file() and row.folder is not None:
         parts_there = [part for part in checkpoint.parts if part.path.parent == checkpoint.path / row.folder]
         if not parts_there:
@@ -38,5 +38,5 @@ def describe(checkpoint: Checkpoint) -> str:
     """Return `checkpoint`'s kind and variant as text."""
     if checkpoint.kind == "other":
         return checkpoint.variant
-    title = f"a {KINDS[checkpoint.kind].title}"
+    title = f"a {CHECKPOINT_KINDS[checkpoint.kind].title}"
     return f"{title} ({checkpoint.variant})" if checkpoint.variant else title

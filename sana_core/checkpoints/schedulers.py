@@ -10,7 +10,7 @@ from ..runtime.text import Json, brief
 from ..sampling.samplers import SAMPLERS
 from .checkpoint import Checkpoint
 from .files import read_json
-from .kinds import KINDS
+from .kinds import CHECKPOINT_KINDS
 
 EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
 # For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
@@ -44,7 +44,7 @@ def scheduler_file(part: Checkpoint) -> Path | None:
     """Return the scheduler's configuration in the diffusers folder of the transformer `part`, None if there is none."""
     folder = part.path.absolute().parent
     file = folder.parent / "scheduler" / "scheduler_config.json"
-    return file if folder.name == KINDS["transformer"].folder and file.exists() else None
+    return file if folder.name == CHECKPOINT_KINDS["transformer"].folder and file.exists() else None
 
 
 def scheduler_of(part: Checkpoint) -> Scheduler:

@@ -24,7 +24,7 @@ LARGEST_WIDTH = 65536
 # latent cells along a side: 8192 pixels
 MOST_CELLS = 256
 # of NVIDIA's "flow_shift", 3 or 6 in the released models
-SHIFTS = (0.01, 100.0)
+SHIFT_RANGE = (0.01, 100.0)
 
 
 def whole(low: int, high: int) -> Check:
@@ -87,7 +87,7 @@ def patterns(value: object) -> bool:
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
 # the arguments of diffusers' and transformers' classes
-TRANSFORMER = {
+TRANSFORMER_FIELDS = {
     "in_channels": WIDTH,
     "out_channels": optional(WIDTH),
     "num_attention_heads": WIDTH,
@@ -110,32 +110,32 @@ TRANSFORMER = {
     "qk_norm": optional(word),
     "timestep_scale": FACTOR,
     # what a saved MODEL adds to the library's
-    "flow_shift": number(*SHIFTS),
+    "flow_shift": number(*SHIFT_RANGE),
     "latent_scale": FACTOR,
     "sampler": lambda value: value in SAMPLERS and value != SPRINT,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
-VIDEO = TRANSFORMER | {
+VIDEO_FIELDS = TRANSFORMER_FIELDS | {
     "patch_size": several(3, whole(1, 16)),
     # The library fills a table of this many rows and a head's channels.
     "attention_head_dim": whole(6, 1024),
     "rope_max_seq_len": whole(1, 4096),
 }
-SIDE = {
+STAGE_FIELDS = {
     "block_types": lambda value: word(value) or each(word)(value),
     "block_out_channels": each(WIDTH),
     "layers_per_block": each(whole(0, MOST_BLOCKS), 16),
     "qkv_multiscales": each(each(whole(1, 63), 16)),
 }
-AUTOENCODER = {
+AUTOENCODER_FIELDS = {
     "in_channels": WIDTH,
     "latent_channels": WIDTH,
     "attention_head_dim": WIDTH,
-    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in SIDE.items()},
+    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in STAGE_FIELDS.items()},
     "upsample_block_type": word,
     "downsample_block_type": word,
-    "decoder_norm_types": SIDE["block_types"],
-    "decoder_act_fns": SIDE["block_types"],
+    "decoder_norm_types": STAGE_FIELDS["block_types"],
+    "decoder_act_fns": STAGE_FIELDS["block_types"],
     "encoder_out_shortcut": flag,
     "decoder_in_shortcut": flag,
     "decoder_conv_act_fn": word,
@@ -143,7 +143,7 @@ AUTOENCODER = {
 }
 # The arguments of AutoencoderKLWan, then of AutoencoderKLLTX2Video. Fields that change the size of a latent or a video
 # have the values of the released models.
-VIDEO_AUTOENCODER = {
+VIDEO_AUTOENCODER_FIELDS = {
     "base_dim": WIDTH,
     "decoder_base_dim": optional(WIDTH),
     "z_dim": same(16),
@@ -184,7 +184,7 @@ VIDEO_AUTOENCODER = {
     "spatial_compression_ratio": same(None, 32),
     "temporal_compression_ratio": same(None, 8),
 }
-GEMMA = {
+GEMMA_FIELDS = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": WIDTH,
     "intermediate_size": whole(1, 10 * LARGEST_WIDTH),
@@ -216,10 +216,10 @@ GEMMA = {
     # what a saved CLIP adds to the library's
     "reference": word,
 }
-# what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
+# Accepted values of adapter_config.json and their descriptions. Other init methods also change the base weights.
 ABOVE_ZERO = (FACTOR, "a number above 0")
 PATTERNS = (patterns, "a table of numbers above 0 by simple patterns")
-PEFT: dict[str, tuple[Check, str]] = {
+PEFT_FIELDS: dict[str, tuple[Check, str]] = {
     "peft_type": (lambda value: value in ("LORA", "LOHA", "LOKR"), "LORA, LOHA or LOKR"),
     "r": ABOVE_ZERO,
     "lora_alpha": ABOVE_ZERO,
@@ -261,9 +261,9 @@ def read_shift(file: Path) -> float | None:
     field = SHIFT_FIELDS.get(str(config.get("_class_name")))
     # diffusers ignores the other field of the two, and has the default 1.
     shift = config.get("flow_shift", config.get("shift")) if field is None else config.get(field, 1.0)
-    if shift is not None and not number(*SHIFTS)(shift):
+    if shift is not None and not number(*SHIFT_RANGE)(shift):
         raise CheckpointError(
-            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; "
+            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFT_RANGE[0]} to {SHIFT_RANGE[1]}; "
             f"{REDOWNLOAD}"
         )
     return shift
@@ -282,7 +282,7 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
 
 
 def check_peft(name: str, settings: Json) -> None:
-    """Raise CheckpointError for PEFT's settings of an adapter that are broken, or mean more than its tensors say."""
-    for field, (check, expected) in PEFT.items():
+    """Raise CheckpointError for settings of PEFT that are broken or that the tensors do not contain."""
+    for field, (check, expected) in PEFT_FIELDS.items():
         if not optional(check)(settings.get(field)):
             raise CheckpointError(f"{name}: {field} is {brief(settings[field])}, expected {expected}; use another file")

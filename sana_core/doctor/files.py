@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import Checkpoint, inspect_checkpoint
-from ..checkpoints.fingerprint import weight_files
+from ..checkpoints.fingerprint import files_of
 from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
 from ..checkpoints.parts import describe
@@ -58,7 +58,7 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
     for info in sana:
         tokenizers = info.path.glob("**/tokenizer.[jm]*") if info.path.is_dir() else ()
         # a pipe would be waited for
-        for file in sorted(file for file in {*weight_files(info), *tokenizers} if file.is_file()):
+        for file in sorted(file for file in {*files_of(info), *tokenizers} if file.is_file()):
             check_digest(report, info, file)
 
 

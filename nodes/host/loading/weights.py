@@ -17,8 +17,8 @@ import torch
 from ....sana_core.checkpoints.detect import SAVED_CONFIG
 from ....sana_core.checkpoints.files import parse_json
 from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
-from ....sana_core.checkpoints.kinds import KINDS
-from ....sana_core.checkpoints.load import build_module, component_tensors, fill
+from ....sana_core.checkpoints.kinds import CHECKPOINT_KINDS
+from ....sana_core.checkpoints.load import build_module, component_tensors, fill_module
 from ....sana_core.errors import CheckpointError
 from ....sana_core.runtime.cancellation import Polled
 from ....sana_core.runtime.text import brief
@@ -72,7 +72,9 @@ def load_component(
         if checkpoint.quantised:
             tensors = load_quantised(module, tensors, checkpoint, operations)
         wide = compute_dtype or weight_dtype
-        fill(module, tensors, checkpoint.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+        fill_module(
+            module, tensors, checkpoint.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide
+        )
         if form != OFF:
             quantise(module, form, operations, comfy.model_management.get_torch_device())
         adopt(module, operations, wide)
@@ -133,13 +135,13 @@ def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of KINDS.
+    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of CHECKPOINT_KINDS.
 
     ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
     weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
     """
     known = {key: value for key, value in config.items() if key != "_name_or_path"}
-    class_name = KINDS[kind].classes[0]
+    class_name = CHECKPOINT_KINDS[kind].classes[0]
     named = {"architectures": [class_name]} if kind == "text_encoder" else {"_class_name": class_name}
     content = json.dumps({**known, **named}).encode()
     return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
