@@ -73,7 +73,7 @@ def load_whole(
     The options are those of `load_model`.
     """
     from ..sana_core.checkpoints import inspect_checkpoint
-    from ..sana_core.checkpoints.notes import checkpoint_notes
+    from ..sana_core.checkpoints.generation import checkpoint_notes
     from .host.loading.clip import load_clip
     from .host.loading.load_model import load_model, model_text
     from .host.loading.vae import load_vae
@@ -223,7 +223,7 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         quantise: str = "off",
     ) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
+        from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.load_model import load_model, model_text
         from .host.report import show_under_node
 
@@ -268,7 +268,7 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
+        from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.clip import load_clip
         from .host.report import show_under_node
 
@@ -304,7 +304,7 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
+        from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.vae import load_vae
         from .host.report import show_under_node
 

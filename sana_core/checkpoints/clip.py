@@ -34,7 +34,7 @@ from .schemas import (
     whole,
     word,
 )
-from .tokenizer_schema import checked_tokenizer
+from .tokenizer import checked_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -14,10 +14,8 @@ from ..runtime.atomic_files import is_taken, output_file
 from ..runtime.text import brief
 from .checkpoint import Checkpoint
 from .detect import TOKENIZERS, inspect_checkpoint
-from .headers import PICKLED, SAFETENSORS, map_file
+from .headers import PICKLED, SAFETENSORS, map_file, write_tensors
 from .load import load_part
-from .parts import describe
-from .tensor_files import write_tensors
 from .tokenizer import load_tokenizer
 
 # an all-in-one file: what stands before the names of each component
@@ -56,14 +54,14 @@ def convert_checkpoint(
     checkpoint = inspect_checkpoint(source, ema)
     if ema and checkpoint.path.suffix.lower() not in PICKLED:
         raise InputError(f"ema: got it with {checkpoint.name}, expected the .pth of a training; leave it out")
-    parts = checkpoint.parts or (checkpoint,)
+    parts = checkpoint.components
     if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
         raise CheckpointError(
-            f"{checkpoint.name}: got {describe(checkpoint)}, expected a SANA model; choose another file"
+            f"{checkpoint.name}: got {checkpoint.description}, expected a SANA model; choose another file"
         )
     if resolution is not None and not any(part.kind in ("transformer", "controlnet") for part in parts):
         raise InputError(
-            f"resolution: got {resolution} for {describe(checkpoint)}, expected a transformer or a ControlNet; "
+            f"resolution: got {resolution} for {checkpoint.description}, expected a transformer or a ControlNet; "
             "leave it out"
         )
     tensors, configs, lines = {}, {}, []
@@ -71,7 +69,7 @@ def convert_checkpoint(
         own, configs[part.kind] = component(part, dtype, resolution, ema)
         single = len(parts) == 1
         tensors.update({name if single else full_name(part, name): value for name, value in own.items()})
-        lines.append(f"{target.name}: {describe(part)}, {len(own)} tensors")
+        lines.append(f"{target.name}: {part.description}, {len(own)} tensors")
         lines += part.notes
     write_file(tensors, target, {"format": "pt", "config": json.dumps(configs)})
     return lines

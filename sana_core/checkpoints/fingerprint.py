@@ -17,7 +17,8 @@ from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
 from ..runtime.text import Json
 from . import Checkpoint, inspect_checkpoint
-from .load import build_module, shift_of, text_reference
+from .generation import shift_of, text_reference
+from .load import build_module
 from .lora import peft_file
 from .tokenizer import load_tokenizer
 
@@ -51,7 +52,7 @@ def fingerprint(
     info = inspect_checkpoint(checkpoint)
     digests = digest_files(files_of(info), progress, kept)
     found: Json = {}
-    for part in info.parts or (info,):
+    for part in info.components:
         found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files_of(part)))
         if part.kind == "lora":  # its configuration is in its files
             continue
@@ -85,7 +86,7 @@ def resolved_config(info: Checkpoint) -> Json:
 
 
 def files_of(info: Checkpoint) -> set[Path]:
-    files = {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
+    files = {header.file for part in info.components for header in part.weights.headers.values()}
     beside = peft_file(info.path)
     return files | {beside} if beside else files
 

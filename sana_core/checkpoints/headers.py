@@ -8,6 +8,7 @@ MB, with any number of tensors and dimensions and names of any length, before an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -49,6 +50,8 @@ LARGEST_SIDE = 2**40
 MOST_SHARDS = 1000
 # Numbers of a tensor that are read and compared at once.
 PART = 2**22
+# The header of a written file has a multiple of this many bytes, so that the tensors after it are aligned.
+HEADER_ALIGNMENT = 8
 
 
 class Header(NamedTuple):
@@ -283,3 +286,26 @@ def tensor_bytes(weights: Weights, name: str, largest: int, owner: str) -> bytes
     if header.dtype != torch.uint8 or len(header.shape) != 1 or header.size > largest:
         raise CheckpointError(f"{shown(header.file)}: {brief(name)} is no tensor of {owner}'s bytes; {REDOWNLOAD}")
     return read_tensors(weights, [name])[name].numpy().tobytes()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file. The same tensors give the same bytes.
+
+    The library's writer shuffles the metadata, and a process that is killed leaves its temporary file. Tensors of the
+    widest dtype come first, which keeps all of them aligned.
+    """
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)), 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        kind, shape = dtype_names[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            # One at a time on the CPU. A tensor without dimensions has no bytes to view.
+            flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+            stream.write(flat.view(torch.uint8).numpy().data)

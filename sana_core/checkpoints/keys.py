@@ -6,6 +6,7 @@ A fused tensor becomes several, equal parts of it along its first dimension.
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from typing import NamedTuple
 
 TRANSFORMER_NAMES = {
@@ -82,12 +83,7 @@ class Origin(NamedTuple):
     parts: int = 1
 
 
-def unwrapped(name: str) -> str:
-    """Return `name` without the parts that torch.compile, FSDP and activation checkpointing insert."""
-    return WRAPPERS.sub("", name)
-
-
-def transformer_origins(names: set[str]) -> dict[str, Origin]:
+def transformer_origins(names: Set[str]) -> dict[str, Origin]:
     """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet; names that fit nowhere map to themselves.
 
     `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA. A ControlNet's file
@@ -103,7 +99,7 @@ def transformer_origins(names: set[str]) -> dict[str, Origin]:
         modules = {**modules, **VIDEO_NAMES}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
-    for name in names.difference(UNUSED):
+    for name in names - set(UNUSED):
         module, _, leaf = name.rpartition(".")
         targets = block_modules(module) or (modules.get(module, module),)
         if is_controlnet and name.startswith(("blocks.", "final_layer.")):
@@ -127,7 +123,7 @@ def block_modules(module: str) -> tuple[str, ...]:
     return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK_NAMES[block[3]])
 
 
-def autoencoder_origins(names: set[str]) -> dict[str, Origin]:
+def autoencoder_origins(names: Set[str]) -> dict[str, Origin]:
     """Return {diffusers' name: origin} of DC-AE in its original layout."""
     origins = {}
     for name in names:

@@ -16,7 +16,7 @@ from ..runtime.text import Json, brief
 from . import Checkpoint, find_part, inspect_checkpoint
 from .files import parse_json, read_json
 from .headers import PICKLED, read_file
-from .keys import HOLDERS, unwrapped
+from .keys import HOLDERS, WRAPPERS
 from .load import check_finite
 from .schemas import check_peft
 
@@ -184,7 +184,7 @@ def written_names(layers: Iterable[str]) -> dict[str, str]:
 
 def unwrapped_layer(name: str) -> str:
     """Return the name of a layer in a file without what torch.compile, DDP, FSDP and PEFT add to it."""
-    return HOLDERS.sub("", FLAT_HOLDERS.sub(r"\1", FLAT_WRAPPERS.sub("", unwrapped(name))))
+    return HOLDERS.sub("", FLAT_HOLDERS.sub(r"\1", FLAT_WRAPPERS.sub("", WRAPPERS.sub("", name))))
 
 
 def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:

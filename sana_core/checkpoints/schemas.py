@@ -1,6 +1,6 @@
-"""What the JSON beside a model's weights may say, and what its tensors must be, before a library builds from them.
+"""The accepted values of each field in the JSON files of a model. A library builds a module from these fields.
 
-The bounds are far above the released models and far below what takes a minute or a gigabyte to build.
+The bounds are far above the released models and far below a module that takes a minute or a gigabyte to build.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..model.known_models import SPRINT
 from ..model.latents import CHANNELS
 from ..runtime.text import Json, brief, shown
 from ..sampling.samplers import SAMPLERS
-from .files import REDOWNLOAD, read_json
+from .files import read_json
 
 Check = Callable[[Any], bool]
 MOST_BLOCKS = 256
 LARGEST_WIDTH = 65536
-# latent cells along a side: 8192 pixels
+# Latent cells of a side: 8192 pixels.
 MOST_CELLS = 256
-# of NVIDIA's "flow_shift", 3 or 6 in the released models
+# The bounds of a shift. The released models have 3 or 6.
 SHIFT_RANGE = (0.01, 100.0)
 
 
@@ -73,7 +73,7 @@ def table(value: object) -> bool:
 
 
 def patterns(value: object) -> bool:
-    """Whether `value` has numbers by regular expressions that match any name quickly, for a file says which."""
+    """Whether `value` maps regular expressions, which must match any name quickly, to numbers."""
 
     def quick(pattern: str) -> bool:
         try:
@@ -82,11 +82,11 @@ def patterns(value: object) -> bool:
             return False
         return len(pattern) <= 200 and len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern)
 
-    return type(value) is dict and len(value) <= 500 and all(quick(key) and FACTOR(own) for key, own in value.items())
+    return type(value) is dict and len(value) <= 500 and all(quick(key) and FACTOR(one) for key, one in value.items())
 
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
-# the arguments of diffusers' and transformers' classes
+# Arguments of the classes in diffusers and transformers.
 TRANSFORMER_FIELDS = {
     "in_channels": WIDTH,
     "out_channels": optional(WIDTH),
@@ -109,7 +109,7 @@ TRANSFORMER_FIELDS = {
     "guidance_embeds_scale": FACTOR,
     "qk_norm": optional(word),
     "timestep_scale": FACTOR,
-    # what a saved MODEL adds to the library's
+    # Fields that this package adds to a saved MODEL.
     "flow_shift": number(*SHIFT_RANGE),
     "latent_scale": FACTOR,
     "sampler": lambda value: value in SAMPLERS and value != SPRINT,
@@ -213,7 +213,7 @@ GEMMA_FIELDS = {
     "final_logit_softcapping": optional(number(1e-3, 1e6)),
     "attn_logit_softcapping": optional(number(1e-3, 1e6)),
     "use_bidirectional_attention": optional(flag),
-    # what a saved CLIP adds to the library's
+    # The field that this package adds to a saved CLIP.
     "reference": word,
 }
 # Accepted values of adapter_config.json and their descriptions. Other init methods also change the base weights.
@@ -242,35 +242,8 @@ def refuse_code(name: str, config: Json) -> None:
         )
 
 
-# The field of the shift in the configuration of each of diffusers' scheduler classes.
-SHIFT_FIELDS = {
-    "DPMSolverMultistepScheduler": "flow_shift",
-    "FlowMatchEulerDiscreteScheduler": "shift",
-    "FlowMatchHeunDiscreteScheduler": "shift",
-    "UniPCMultistepScheduler": "flow_shift",
-}
-
-
-def read_shift(file: Path) -> float | None:
-    """Return the shift in a scheduler's configuration, None where it has none.
-
-    Raises CheckpointError for a file that is no JSON object or has a shift out of bounds, ReadError where the disk
-    refuses.
-    """
-    config = read_json(file)
-    field = SHIFT_FIELDS.get(str(config.get("_class_name")))
-    # diffusers ignores the other field of the two, and has the default 1.
-    shift = config.get("flow_shift", config.get("shift")) if field is None else config.get(field, 1.0)
-    if shift is not None and not number(*SHIFT_RANGE)(shift):
-        raise CheckpointError(
-            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFT_RANGE[0]} to {SHIFT_RANGE[1]}; "
-            f"{REDOWNLOAD}"
-        )
-    return shift
-
-
 def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
-    """Return the colours that previews show latents in: factors [32][3] and bias [3]. Raises CheckpointError."""
+    """Return the factors [32][3] and the bias [3] that turn a latent into the colours of a preview."""
     content = read_json(file)
     factors: Any = content.get("rgb_factors")
     bias: Any = content.get("rgb_bias")

@@ -6,8 +6,7 @@ import argparse
 import sys
 
 from ..checkpoints import Checkpoint, inspect_checkpoint
-from ..checkpoints.notes import checkpoint_notes
-from ..checkpoints.parts import describe
+from ..checkpoints.generation import checkpoint_notes
 from .options import path_of
 
 EXAMPLE = """example:
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def sentence(info: Checkpoint) -> str:
     """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
-    words = [describe(info)]
+    words = [info.description]
     if info.resolution is not None:
         words.append(f"{info.resolution} px ({info.resolution_from})")
     if info.layout:

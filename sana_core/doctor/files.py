@@ -11,7 +11,6 @@ from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..checkpoints.fingerprint import files_of
 from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
-from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
 from .arithmetic import BUNDLED
@@ -50,7 +49,7 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
                 continue
             found.append(info)
             if info.kind != "lora":
-                report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
+                report.note(SECTION, candidate.name, f"{info.description}, {info.size / 1e9:.3f} GB")
     describe_loras(report, found)
     if others:
         report.note(SECTION, "files of other models", str(others))

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ....sana_core.checkpoints import find_part, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
-from ....sana_core.checkpoints.load import text_reference
+from ....sana_core.checkpoints.generation import text_reference
 from ....sana_core.checkpoints.tokenizer import load_tokenizer
 from ....sana_core.errors import InputError
 from ....sana_core.model.reference import AUTO, NVIDIA

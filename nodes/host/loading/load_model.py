@@ -12,11 +12,11 @@ import comfy.supported_models_base
 import torch
 from diffusers import SanaVideoTransformer3DModel
 
-from ....sana_core.checkpoints import Checkpoint, follow, inspect_checkpoint
+from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.configs import hidden_width
-from ....sana_core.checkpoints.load import shift_of
-from ....sana_core.checkpoints.parts import find_transformer
+from ....sana_core.checkpoints.generation import shift_of
+from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
 from ..compat.internals import add_lora_names, remember_loader
@@ -115,7 +115,7 @@ def load_model(
     path = checkpoint.path
     # Before the file is read, so that a later change is noticed.
     reload = reloader(load_model, path)
-    part = follow(find_transformer(checkpoint), reference)
+    part = follow(find_part(checkpoint, *TRANSFORMER_KINDS), reference)
     check_choice(quantise, weight_dtype, part.quantised)
     config = SanaConfig(checkpoint, part, resolution, quantise)
     is_quantised = config.quant_config is not None

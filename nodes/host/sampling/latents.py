@@ -10,7 +10,7 @@ import comfy.model_management
 import torch
 
 from ....sana_core.checkpoints import Checkpoint
-from ....sana_core.checkpoints.load import latent_scale, recorded
+from ....sana_core.checkpoints.generation import latent_scale, saved_field
 from ....sana_core.checkpoints.schemas import read_preview
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import size_note
@@ -110,7 +110,7 @@ def latent_format(checkpoint: Checkpoint) -> SanaLatents:
         return SanaLatents(
             latent_scale(checkpoint), dict(zip(("rgb_factors", "rgb_bias"), read_preview(file), strict=True))
         )
-    return SanaLatents(latent_scale(checkpoint), recorded(checkpoint, "preview"))
+    return SanaLatents(latent_scale(checkpoint), saved_field(checkpoint, "preview"))
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:
