@@ -75,13 +75,13 @@ def load_whole(
     from ..sana_core.checkpoints import inspect_checkpoint
     from ..sana_core.checkpoints.generation import checkpoint_notes
     from .host.loading.clip import load_clip
-    from .host.loading.load_model import load_model, model_text
+    from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
     from .host.report import show_under_node
 
     checkpoint = inspect_checkpoint(model_path(name))
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
-    show_under_node("\n".join([model_text(patcher), *checkpoint_notes(checkpoint, reference)]), node_id)
+    show_under_node("\n".join([patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]), node_id)
     return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint))
 
 
@@ -224,12 +224,12 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
     ) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.generation import checkpoint_notes
-        from .host.loading.load_model import load_model, model_text
+        from .host.loading.load_model import load_model
         from .host.report import show_under_node
 
         checkpoint = inspect_checkpoint(cls.find(model_name))
         model = load_model(checkpoint, weight_dtype, pixels(resolution), reference, quantise)
-        show_under_node("\n".join([model_text(model), *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
+        show_under_node("\n".join([model.model.model_config.text, *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 

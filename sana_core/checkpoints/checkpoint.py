@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,6 +73,11 @@ class Checkpoint:
     def quantised(self) -> bool:
         """Whether the file contains scales of quantised weights."""
         return any(name.endswith(SCALES) for name in self.headers)
+
+    @property
+    def parameters(self) -> int:
+        """The number of values in all tensors."""
+        return sum(math.prod(header.shape) for header in self.headers.values())
 
     @property
     def components(self) -> tuple[Checkpoint, ...]:

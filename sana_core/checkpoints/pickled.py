@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..runtime.text import brief, shown
-from .files import REDOWNLOAD, START, check_start, opened
+from .files import REDOWNLOAD, opened
 
 LARGEST_PICKLE = 16_000_000
 # of the pickle; a tensor takes about 25
@@ -187,7 +187,6 @@ def open_archive(file: Path, stream: BufferedReader, size: int) -> tuple[bytes, 
 
     Raises CheckpointError unless it is a zip of stored members.
     """
-    check_start(file, stream.read(START))
     # The archive has to end with its table, so that no other program finds another table.
     stream.seek(max(size - ARCHIVE_END_SIZE, 0))
     if not stream.read(len(ARCHIVE_END)) == ARCHIVE_END:

@@ -206,7 +206,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     path = checkpoint.path
     # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
     reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
-    for part in checkpoint.parts or (checkpoint,):
+    for part in checkpoint.components:
         if part.kind == "video_autoencoder":
             return load_video_vae(part)
     part = find_part(checkpoint, "autoencoder")
