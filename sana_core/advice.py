@@ -196,10 +196,7 @@ def answer(
     batch: int = 1,
     vae: str = "dc-ae-f32c32",
 ) -> tuple[str, Fit]:
-    """Return one sentence for the user, and how the image fits. With `variant` None the sentence recommends a model.
-
-    Raises InputError for an unknown variant or VAE, and for numbers out of range.
-    """
+    """Return one sentence for the user, and how the image fits. With `variant` None the sentence recommends a model."""
     image = (width, height, batch, vae)
     fitting = fit(gpu, variant or STANDARD.variant, *image)
     if variant is None and fitting.setting is None:

@@ -162,8 +162,8 @@ def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
     if EMA in weights.metadata:
         note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
         parts = [replace(part, notes=(*part.notes, note)) for part in parts]
-    known = [part for part in parts if part.kind != "other"]
-    return join_parts(file, "comfy", known) if len(known) > 1 else (known or parts)[0]
+    sana_parts = [part for part in parts if part.kind != "other"]
+    return join_parts(file, "comfy", sana_parts) if len(sana_parts) > 1 else (sana_parts or parts)[0]
 
 
 def join_parts(path: Path, layout: str, parts: list[Checkpoint]) -> Checkpoint:
@@ -407,7 +407,7 @@ def foreign_model(headers: Mapping[str, Header]) -> str:
         return f"a {'video ' * (len(decoder[0].shape) == 5)}VAE with {decoder[0].shape[1]} channels"
     for pattern, label, known_by in DAMAGED:
         missing = [name for name in known_by if name not in headers]
-        # Gemma 3 has these norms too, and a q_norm besides.
+        # Gemma 3 has these norms, and also a q_norm.
         if missing and any(re.search(pattern, name) for name in headers) and not any("q_norm" in n for n in headers):
             return f"{label} without {missing[0]}"
     return f"tensors named {', '.join(brief(name) for name in sorted(headers)[:3])}" if headers else "no tensors"

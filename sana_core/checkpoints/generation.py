@@ -149,7 +149,7 @@ def text_reference(checkpoint: Checkpoint, reference: str = AUTO) -> str:
 
 
 def checkpoint_notes(checkpoint: Checkpoint, reference: str = AUTO) -> list[str]:
-    """Return lines for the loader nodes and `inspect` about a checkpoint whose prompts are read as `reference` says."""
+    """Return lines about a checkpoint for the loader nodes and `inspect`. `reference` chooses how prompts are read."""
     lines: list[str] = []
     for part in checkpoint.components:
         lines += part.notes

@@ -1,6 +1,6 @@
-"""Original names to diffusers' names: NVIDIA's transformer and ControlNet, and DC-AE as MIT's repository has it.
+"""Map the names of original files to diffusers' names: NVIDIA's transformer and ControlNet, and MIT's DC-AE.
 
-A fused tensor becomes several, equal parts of it along its first dimension.
+A fused tensor becomes several equal parts along its first dimension.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TRANSFORMER_NAMES = {
     "final_layer.linear": "proj_out",
     "final_layer": "",  # its scale_shift_table
 }
-# SANA-Video embeds patches of several frames
+# SANA-Video embeds patches of several frames.
 VIDEO_NAMES = {"x_embedder.proj": "patch_embedding"}
-# Sprint embeds its guidance beside the time
+# Sprint embeds the guidance in addition to the time.
 SPRINT_NAMES = {
     "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
     "t_embedder.mlp.2": "time_embed.timestep_embedder.linear_2",
@@ -45,9 +45,9 @@ BLOCK_NAMES = {
     "mlp.point_conv.conv": ("ff.conv_point",),
     "mlp.t_conv": ("ff.conv_temp",),  # of SANA-Video
 }
-# of NVIDIA's ControlNet: its copy of the first block of the model that it steers
+# In NVIDIA's ControlNet: its copy of the base model's first block.
 BASE_BLOCK = "base_block"
-# what the transformer never reads: the null prompt, the buffer of positions, the head of the training's variance
+# Tensors that the transformer never reads: the null prompt, the buffer of positions, the variance head of the training.
 UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
 
 # Parts of names that torch.compile, FSDP and activation checkpointing insert, before any module.
@@ -76,7 +76,7 @@ AUTOENCODER_PATTERNS = (
 
 
 class Origin(NamedTuple):
-    """Where a parameter comes from: a tensor of the file, and which of its `parts` equal parts."""
+    """The source of a parameter: a tensor of the file, and a number among its `parts` equal parts."""
 
     name: str
     part: int = 0
@@ -84,10 +84,10 @@ class Origin(NamedTuple):
 
 
 def transformer_origins(names: Set[str]) -> dict[str, Origin]:
-    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet; names that fit nowhere map to themselves.
+    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet. Unknown names map to themselves.
 
-    `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA. A ControlNet's file
-    holds the transformer that it was trained on; its first block, from which NVIDIA's ControlNet starts, is
+    `names` are the names in the file. The map is from diffusers' conversion scripts for SANA. A ControlNet's file
+    contains the transformer that it was trained on. NVIDIA's ControlNet starts from its first block, which is
     "base_block" here.
     """
     modules = (
@@ -112,7 +112,7 @@ def transformer_origins(names: Set[str]) -> dict[str, Origin]:
 
 
 def block_modules(module: str) -> tuple[str, ...]:
-    """Return diffusers' names of a module inside a numbered block, none for any other."""
+    """Return diffusers' names of a module inside a numbered block, or () for other modules."""
     projection = re.fullmatch(r"controlnet\.(\d+)\.(before|after)_proj", module)
     if projection:
         number, side = projection.groups()

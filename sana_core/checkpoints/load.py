@@ -197,7 +197,7 @@ def check_names(name: str, fault: str, keys: set[str]) -> None:
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the names and shapes of a file's tensors with those of the module. `name` is the file's name."""
+    """Check the names and `shapes` of a file's tensors against the module's. `name` is the file's name."""
     check_names(name, "no", expected.keys() - shapes.keys())
     check_names(name, "unexpected", {key for key in shapes.keys() - expected.keys() if not key.endswith(SCALES)})
     for key, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""The adapter in a LoRA's file, as every way of generating reads it, and training that begins there."""
+"""Read the adapters in a LoRA's file, for generating and for a training that starts from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
-# the norms of a DoRA's rows, by PEFT's name, and of its columns, which OneTrainer has unless told otherwise
+# The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
 ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
-# what stands before a module's name: diffusers', PEFT's, nothing, ComfyUI's; and before one with underscores for its
-# dots: kohya's, OneTrainer's, SimpleTuner's
+# Prefixes of a module's name: diffusers', PEFT's, none, ComfyUI's; and of a name with underscores instead of dots:
+# kohya's, OneTrainer's, SimpleTuner's.
 DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
 FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
 # What torch.compile and FSDP insert into names with underscores, and what DDP puts before the module's name.
@@ -44,29 +44,31 @@ LEAF = re.compile(
     r"|\.(?:oft_blocks|rescale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight))$"
 )
 SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
-# of the factors, those whose rows are the rank
+# The factors whose number of rows is the rank.
 RANKED = ("lora_A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 TWICE = "its weight has another layer in the file"
-# diffusers' name of PEFT's settings in the file's metadata, and PEFT's own file of them beside its weights
+# The key of PEFT's settings in the metadata of diffusers, and PEFT's two files in a folder.
 IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapter_config.json")
 PEFT_NAMES = {"alpha": ("lora_alpha", "alpha"), "rank": ("r",)}
-# of the layers that do not fit, and characters of them all
+# Layers in a list of misfits, and characters of the list.
 SHOWN, LONGEST = 3, 240
 
 
 class Adapter(NamedTuple):
-    """What a file has for one layer: tensors by their parts, and what the product of its matrices is scaled by."""
+    """The tensors of one layer by their parts, and the factor of the product of its matrices."""
 
     parts: Tensors
     scale: float = 1.0
 
 
 class FileAdapters(NamedTuple):
-    """What a file has for a model: adapters by layer; and by the file's own names of layers the tensors of other layers
-    and other kinds of adapters, and what is wrong with adapters that do not fit."""
+    """The content of a file."""
 
+    # By layer of the model.
     adapters: dict[str, Adapter]
+    # By layer name in the file: tensors of other layers and of other kinds of adapters.
     others: dict[str, Tensors]
+    # By layer name in the file: why the adapter does not fit.
     misfits: dict[str, str]
 
 
@@ -74,7 +76,7 @@ class FileAdapters(NamedTuple):
 def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, float]]) -> None:
     """Add the adapters of `loras`, pairs of a file and its strength, to the weights of `transformer`.
 
-    On the meta device only names and shapes are checked. Raises as `read_whole` does.
+    On the meta device only names and shapes are checked.
     """
     weights = layer_weights(transformer)
     for file, strength in loras:
@@ -90,11 +92,7 @@ def layer_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, Adapter]:
-    """Return the adapters that `file` has for weights of `shapes`, both by layer.
-
-    Raises InputError where a layer of the file does not fit or has another kind of adapter, CheckpointError for
-    numbers that are not finite, and CheckpointError, MissingFileError or ReadError for what is no LoRA.
-    """
+    """Return {layer: adapter} of `file`. `shapes` has the shape of each layer's weight."""
     checkpoint = find_part(inspect_checkpoint(file), "lora")
     # A file that does not fit may have gigabytes, so shapes are compared before they are read.
     whole_adapters(checkpoint, without_values(checkpoint), shapes)
@@ -115,10 +113,7 @@ def without_values(checkpoint: Checkpoint) -> Tensors:
 def whole_adapters(
     checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Adapter]:
-    """Return {layer: adapter} of the `tensors` of the file `checkpoint`. `shapes` has the shape of each layer's weight.
-
-    Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
-    """
+    """Return {layer: adapter} of a file with `tensors`. `shapes` has the shape of each layer's weight."""
     adapters, unknown_layers, misfits = read_adapters(checkpoint, tensors, shapes)
     for name, unknown in unknown_layers.items():
         misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
@@ -130,10 +125,9 @@ def whole_adapters(
 def read_adapters(
     checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> FileAdapters:
-    """Group the `tensors` of the file `checkpoint` into adapters for the layers of `shapes`, other layers, and misfits.
+    """Group the `tensors` of a file into adapters for the layers of `shapes`, other layers, and misfits.
 
-    Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed. On
-    the meta device only shapes are compared.
+    On the meta device only shapes are compared.
     """
     settings, known = peft_settings(checkpoint), written_names(shapes)
     found = FileAdapters({}, {}, {})
@@ -309,10 +303,7 @@ def of_layer(settings: Json, field: str, layer: str) -> float | None:
 
 
 def peft_settings(checkpoint: Checkpoint) -> Json:
-    """Return the settings that PEFT wrote beside the file, or diffusers into it, none where they did not.
-
-    Raises CheckpointError for settings that are not PEFT's, or of adapters that are not read here.
-    """
+    """Return PEFT's settings: from the file beside the weights, or from the metadata that diffusers wrote, or {}."""
     if beside := peft_file(checkpoint.path):
         settings = read_json(beside)
     else:

@@ -48,11 +48,7 @@ ESCAPE = re.compile(r"\\(?:[pP]\{\^?\w+\}|[sSdDwWnrt]|[^\w\s])", re.ASCII)
 
 
 def load_tokenizer(part: Checkpoint) -> Tokenizer:
-    """Return the tokenizer of a text encoder: from inside its file, from its folder, or from tokenizer/ beside that.
-
-    Raises MissingFileError where there is none, CheckpointError for one that is broken, not Gemma's, or larger than the
-    text encoder's vocabulary, and for settings that name code of their own; whoever made them means another tokenizer.
-    """
+    """Return the tokenizer of a text encoder: from its file, its folder, or tokenizer/ beside that folder."""
     vocabulary, folder = part.headers["embed_tokens.weight"].shape[0], part.path.parent
     for target, build in (("spiece_model", sentencepiece_tokenizer), ("tokenizer_json", json_tokenizer)):
         if target in part.origins:
@@ -72,9 +68,9 @@ def load_tokenizer(part: Checkpoint) -> Tokenizer:
 
 
 def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
-    """Return the tokenizer that the tokenizer.json `name` describes, of a text encoder of that `vocabulary`.
+    """Return the tokenizer in the tokenizer.json `name`. The text encoder has `vocabulary` rows.
 
-    The tokenizers library reads it alone: transformers would look for code beside it first. Raises CheckpointError.
+    Only the tokenizers library reads it, because transformers would first look for code beside it.
     """
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -86,7 +82,7 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
         begin = fast.encode("").ids
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises no kind of its own, and a panic of its Rust is no Exception
+    except BaseException as error:  # the library has no exception class, and a Rust panic is no Exception
         raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     check_tokens(name, begin, fast.get_vocab_size(), vocabulary)
     return Tokenizer(
@@ -95,7 +91,7 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
 
 
 def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
-    """As `json_tokenizer`, for a serialised sentencepiece model, which is how single-file text encoders carry it."""
+    """Return the tokenizer in a serialised sentencepiece model, which single-file text encoders contain."""
     from sentencepiece import SentencePieceProcessor
 
     check_sentencepiece(content, name)
@@ -114,7 +110,7 @@ def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Token
 
 
 def check_tokens(name: str, begin: list[int], words: int, vocabulary: int) -> None:
-    """Raise CheckpointError unless `begin`, those of an empty text, are Gemma's, and `words` no more than rows."""
+    """Check the tokens of an empty text, `begin`, and the number of tokens, `words`."""
     if begin != [BOS_TOKEN]:
         raise CheckpointError(
             f"{name}: got tokens {brief(begin)} for an empty text, expected Gemma's [{BOS_TOKEN}]; "
@@ -127,7 +123,7 @@ def check_tokens(name: str, begin: list[int], words: int, vocabulary: int) -> No
 
 
 def checked_tokenizer(content: bytes, name: str) -> str:
-    """Return the text of the tokenizer.json `name` for the tokenizers library. Raises CheckpointError."""
+    """Return the text of the tokenizer.json `name` for the tokenizers library."""
     document = parse_json(content, name)
     for section, kinds in STEPS.items():
         steps = list(steps_of(document.get(section), f"{name}: {section}"))

@@ -128,8 +128,7 @@ def control_on(control: SanaControlNet, device: torch.device, hints: dict[int, t
 def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
     """Return the CONTROL_NET of the file at `path`, and a description of it. It needs SANA's VAE in Apply ControlNet.
 
-    `reference` is the implementation whose arithmetic it follows. Raises CheckpointError or MissingFileError for a file
-    that is not a SANA ControlNet, and for a reference that the file does not support.
+    `reference` is the implementation whose arithmetic it follows.
     """
     reload = reloader(load_patcher, path)
     checkpoint = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)

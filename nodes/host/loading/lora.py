@@ -62,9 +62,6 @@ def apply_lora(
 
     What sana_core reads of it is computed as the commands do; the text encoder's layers, and other kinds of adapters,
     are ComfyUI's. `tensors` are the file's, if the caller has read it. Without them, ComfyUI may map the file.
-
-    Raises InputError for a MODEL that is not SANA's and for a LoRA of which nothing fits, CheckpointError for a file
-    that is no LoRA.
     """
     transformer = require_sana(model.model).diffusion_model
     checkpoint = find_part(inspect_checkpoint(path), "lora")

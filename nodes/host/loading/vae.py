@@ -197,11 +197,7 @@ class SanaVAE(comfy.sd.VAE):
 
 
 def load_vae(source: Source) -> comfy.sd.VAE:
-    """Return the VAE of a checkpoint.
-
-    Raises CheckpointError or MissingFileError, with the file's name, if the file is not a SANA or SANA-Video
-    VAE.
-    """
+    """Return the VAE of a checkpoint."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
@@ -285,7 +281,7 @@ def check_decodable(samples: torch.Tensor, vae: comfy.sd.VAE) -> None:
 
 
 def vae_path(vae: comfy.sd.VAE, reader: str) -> str:
-    """Return the checkpoint of `vae`, which `reader` loads again. Raises InputError unless it is SANA's."""
+    """Return the checkpoint of `vae`, which `reader` loads again."""
     if not isinstance(vae.first_stage_model, SanaAutoencoder):
         got = type(vae.first_stage_model).__name__
         raise InputError(f"vae: got {got}, which {reader} cannot load; use SANA Loader or SANA Load VAE")

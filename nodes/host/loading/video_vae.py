@@ -29,7 +29,7 @@ HALVED = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spa
 
 
 def load_video_vae(checkpoint: Checkpoint) -> comfy.sd.VAE:
-    """Return the VAE of `checkpoint`, a file of Wan 2.1's or LTX-2's VAE in either layout. Raises CheckpointError."""
+    """Return the VAE of `checkpoint`, a file of Wan 2.1's or LTX-2's VAE in either layout."""
     try:
         with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
             if checkpoint.layout == "diffusers" and checkpoint.config is not None:

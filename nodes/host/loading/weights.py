@@ -1,4 +1,4 @@
-"""A recognised component as a module in ComfyUI's operations, filled from its file, and what it is saved with."""
+"""Build a recognised component with ComfyUI's operations, fill it from its file, and describe it for saving."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def load_component(
 
     Linear, Conv2d and Embedding have weights of `weight_dtype` (None: bf16 if it represents the file's weights exactly,
     else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
-    quantised to `form`, one of quantise.FORMATS. Raises the errors of sana_core's loaders, and CheckpointError for
-    quantised weights in the original layout, whose fused weights cannot be separated under their scales, and for
-    quantised weights of a component that runs in other operations.
+    quantised to `form`, one of quantise.FORMATS.
     """
     if checkpoint.quantised and (checkpoint.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
@@ -85,10 +83,9 @@ def load_component(
 def load_quantised(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, operations: type
 ) -> dict[str, torch.Tensor]:
-    """Put quantised layers of `operations` into `module` and return the tensors that are left.
+    """Put quantised layers of `operations` into `module` and return the other tensors.
 
-    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats. Raises
-    CheckpointError for a format that ComfyUI does not know, and for other quantised layers.
+    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats.
     """
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(checkpoint))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
@@ -115,10 +112,7 @@ def load_quantised(
 
 
 def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the file's metadata, the layers in its table of formats under the names that the module has.
-
-    Raises CheckpointError for a table that is none.
-    """
+    """Return the file's metadata, with the module's names for the layers in its table of formats."""
     metadata = dict(checkpoint.weights.metadata)
     if QUANTISATION in metadata:
         names = {origin.name: target for target, origin in checkpoint.origins.items()}
@@ -135,10 +129,10 @@ def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of CHECKPOINT_KINDS.
+    """Return the configuration of a component as a tensor in its state dict. `kind` is a key of CHECKPOINT_KINDS.
 
-    ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
-    weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
+    ComfyUI's nodes for saving write tensors, but no metadata of a pack. So the configuration becomes a tensor of
+    bytes, like the tokenizers of ComfyUI's own text encoders.
     """
     known = {key: value for key, value in config.items() if key != "_name_or_path"}
     class_name = CHECKPOINT_KINDS[kind].classes[0]
