@@ -49,7 +49,7 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def hidden_width(headers: Headers) -> int:
-    """Return the channels between the convolutions of a feed-forward. conv_depth has twice as many.
+    """Return the channels between the convolutions of a feed-forward, which are half of conv_depth's.
 
     Formats of 4 bits pack two input channels of conv_point into a byte, but leave the 3x3 convolution as it is.
     """

@@ -172,7 +172,7 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
 
 
 def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of a checkpoint, which reads prompts as `text_reference` says."""
+    """Return the CLIP of a checkpoint. `reference`: how to read prompts, see `text_reference`."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)

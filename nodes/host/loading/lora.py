@@ -67,18 +67,18 @@ def apply_lora(
     checkpoint = find_part(inspect_checkpoint(path), "lora")
     weights = layer_weights(transformer)
     tensors = read(path) if tensors is None else tensors
-    found, others, misfits = read_adapters(
+    adapters, other_layers, misfits = read_adapters(
         checkpoint, tensors, {name: weight.shape for name, weight in weights.items()}
     )
-    total = len(found) + len(others) + len(misfits)
+    total = len(adapters) + len(other_layers) + len(misfits)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)
     if clip is not None:
         keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
         keys.update(clip_keys(clip.cond_stage_model))
         shapes.update(shapes_of(clip.cond_stage_model))
-    patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in found.items()}
-    misfits |= fitting_patches(others, keys, shapes, patches)
+    patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in adapters.items()}
+    misfits |= fitting_patches(other_layers, keys, shapes, patches)
     if not patches:
         raise misfit_error(checkpoint.name, total, misfits)
     report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
