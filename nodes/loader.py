@@ -73,15 +73,15 @@ def load_whole(
     The options are those of `load_model`.
     """
     from ..sana_core.checkpoints import inspect_checkpoint
-    from ..sana_core.checkpoints.notes import checkpoint_notes
+    from ..sana_core.checkpoints.generation import checkpoint_notes
     from .host.loading.clip import load_clip
-    from .host.loading.load_model import load_model, model_text
+    from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
     from .host.report import show_under_node
 
     checkpoint = inspect_checkpoint(model_path(name))
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
-    show_under_node("\n".join([model_text(patcher), *checkpoint_notes(checkpoint, reference)]), node_id)
+    show_under_node("\n".join([patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]), node_id)
     return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint))
 
 
@@ -223,13 +223,13 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         quantise: str = "off",
     ) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
-        from .host.loading.load_model import load_model, model_text
+        from ..sana_core.checkpoints.generation import checkpoint_notes
+        from .host.loading.load_model import load_model
         from .host.report import show_under_node
 
         checkpoint = inspect_checkpoint(cls.find(model_name))
         model = load_model(checkpoint, weight_dtype, pixels(resolution), reference, quantise)
-        show_under_node("\n".join([model_text(model), *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
+        show_under_node("\n".join([model.model.model_config.text, *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
         return io.NodeOutput(model)
 
 
@@ -268,7 +268,7 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder_name: str, reference: str = AUTO) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
+        from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.clip import load_clip
         from .host.report import show_under_node
 
@@ -304,7 +304,7 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
         from ..sana_core.checkpoints import inspect_checkpoint
-        from ..sana_core.checkpoints.notes import checkpoint_notes
+        from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.vae import load_vae
         from .host.report import show_under_node
 

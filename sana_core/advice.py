@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checkpoints.downloads import DOWNLOADS, GEMMA
+from .checkpoints.downloads import DOWNLOADS, GEMMA_FILE
 from .memory import CONTEXT, ImagePlan, plan_memory, quantised_bytes
 from .model.known_models import CARDS, DEFAULT_RESOLUTION, DEFAULTS, SPRINT_DEFAULTS, VARIANTS
 from .model.latents import DOWNSCALE
@@ -82,7 +82,7 @@ class Released(NamedTuple):
         """GB of everything that the model needs."""
         if self.file not in DOWNLOADS:
             return self.gigabytes
-        return self.gigabytes + sum(DOWNLOADS[name].gigabytes or 0 for name in (GEMMA, DC_AE))
+        return self.gigabytes + sum(DOWNLOADS[name].gigabytes or 0 for name in (GEMMA_FILE, DC_AE))
 
 
 def released(name: str, variant: str, pixels: int, file: str) -> Released:
@@ -196,10 +196,7 @@ def answer(
     batch: int = 1,
     vae: str = "dc-ae-f32c32",
 ) -> tuple[str, Fit]:
-    """Return one sentence for the user, and how the image fits. With `variant` None the sentence recommends a model.
-
-    Raises InputError for an unknown variant or VAE, and for numbers out of range.
-    """
+    """Return one sentence for the user, and how the image fits. With `variant` None the sentence recommends a model."""
     image = (width, height, batch, vae)
     fitting = fit(gpu, variant or STANDARD.variant, *image)
     if variant is None and fitting.setting is None:

@@ -11,7 +11,8 @@ import torch
 
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
 from ..checkpoints.checkpoint import Source
-from ..checkpoints.load import build_module, config_of, shift_of
+from ..checkpoints.generation import shift_of
+from ..checkpoints.load import build_module, config_of
 from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError

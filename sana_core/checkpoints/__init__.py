@@ -1,12 +1,11 @@
 """From files to modules."""
 
-from .checkpoint import CheckpointInfo
+from .checkpoint import Checkpoint, find_part
 from .detect import follow, inspect_checkpoint
 from .load import load_autoencoder, load_controlnet, load_text_encoder, load_transformer, load_video_transformer
-from .parts import find_part
 
 __all__ = [
-    "CheckpointInfo",
+    "Checkpoint",
     "find_part",
     "follow",
     "inspect_checkpoint",

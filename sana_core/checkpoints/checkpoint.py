@@ -1,16 +1,21 @@
-"""The result of inspecting a checkpoint."""
+"""The result of inspecting a checkpoint, and the choice of its components."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from ..errors import CheckpointError, MissingFileError
 from ..runtime.text import Json, shown
+from .files import read_json
 from .headers import Headers, Weights
 from .keys import Origin
+from .kinds import CHECKPOINT_KINDS, TRANSFORMER_KINDS
 
 # Suffixes of tensors that belong to quantised weights, as in ComfyUI. "scaled_fp8" has no leading dot, because it is a
 # whole name.
@@ -27,11 +32,11 @@ SCALES = (
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
+class Checkpoint:
     """A checkpoint, or one component of it, as its headers describe it."""
 
     path: Path
-    # A key of KINDS, or "other".
+    # A key of CHECKPOINT_KINDS, or "other".
     kind: str
     # The name of the model, or for kind "other", a description of the tensors.
     variant: str
@@ -53,7 +58,7 @@ class CheckpointInfo:
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     weights: Weights = field(default=Weights({}, {}), repr=False)
     # The components of a pipeline.
-    parts: tuple[CheckpointInfo, ...] = ()
+    parts: tuple[Checkpoint, ...] = ()
     # A key of RULES: the codebase that the file follows. Text encoders: how prompts are read.
     reference: str = ""
     # Lines for the user: a config.json that was ignored, or an unused moving average.
@@ -69,6 +74,64 @@ class CheckpointInfo:
         """Whether the file contains scales of quantised weights."""
         return any(name.endswith(SCALES) for name in self.headers)
 
+    @property
+    def parameters(self) -> int:
+        """The number of values in all tensors."""
+        return sum(math.prod(header.shape) for header in self.headers.values())
+
+    @property
+    def components(self) -> tuple[Checkpoint, ...]:
+        """The components of a pipeline, or the checkpoint itself."""
+        return self.parts or (self,)
+
+    @property
+    def transformer(self) -> Checkpoint | None:
+        """The first transformer among the components, of images or of videos."""
+        return next((part for part in self.components if part.kind in TRANSFORMER_KINDS), None)
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it is a component of SANA-Video, or a pipeline with a transformer of SANA-Video."""
+        row = CHECKPOINT_KINDS.get((self.transformer or self).kind)
+        return row is not None and row.is_video
+
+    @property
+    def description(self) -> str:
+        """The kind and the variant, for users."""
+        if self.kind == "other":
+            return self.variant
+        title = f"a {CHECKPOINT_KINDS[self.kind].title}"
+        return f"{title} ({self.variant})" if self.variant else title
+
+    @property
+    def scheduler_file(self) -> Path | None:
+        """The scheduler's configuration in the diffusers folder of this transformer, or None."""
+        folder = self.path.absolute().parent
+        file = folder.parent / "scheduler" / "scheduler_config.json"
+        return file if folder.name == CHECKPOINT_KINDS["transformer"].folder and file.exists() else None
+
+    @cached_property
+    def scheduler_config(self) -> Json | None:
+        """The content of `scheduler_file`. It is read once."""
+        return None if self.scheduler_file is None else read_json(self.scheduler_file)
+
 
 # A checkpoint, or the path of one. `inspect_checkpoint` turns it into a checkpoint.
-Source = str | Path | CheckpointInfo
+Source = str | Path | Checkpoint
+
+
+def find_part(checkpoint: Checkpoint, *kinds: str) -> Checkpoint:
+    """Return the first component of one of `kinds`. Errors are about the first of `kinds`."""
+    for part in checkpoint.components:
+        if part.kind in kinds:
+            return part
+    row = CHECKPOINT_KINDS[kinds[0]]
+    if (checkpoint.path / "model_index.json").is_file() and row.folder is not None:
+        in_folder = [part for part in checkpoint.parts if part.path.parent == checkpoint.path / row.folder]
+        if not in_folder:
+            raise MissingFileError(
+                f"{checkpoint.name}: no config.json in {checkpoint.name}/{row.folder}; download the folder again, whole"
+            )
+        checkpoint = in_folder[0]
+    descriptions = ", ".join(part.description for part in checkpoint.components)
+    raise CheckpointError(f"{checkpoint.name}: not {row.wanted}: found {descriptions}; {row.remedy}")

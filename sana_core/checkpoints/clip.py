@@ -18,7 +18,7 @@ from ..errors import CheckpointError, MissingFileError
 from ..runtime.text import Json, brief, shown
 from .files import LARGEST_TEXT, REDOWNLOAD, read_bytes, read_json, readable
 from .headers import Header, Weights, read_header, read_sharded, read_tensors
-from .load import fill
+from .load import fill_module
 from .schemas import (
     BLOCKS,
     FACTOR,
@@ -34,7 +34,7 @@ from .schemas import (
     whole,
     word,
 )
-from .tokenizer_schema import checked_tokenizer
+from .tokenizer import checked_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -94,10 +94,7 @@ PROCESSOR: dict[str, Check] = {
 
 
 def known_fields(name: str, fields: Mapping[str, Check], config: Json) -> Json:
-    """Return the `fields` of `config`, the content of the file `name`.
-
-    Raises CheckpointError for a value out of bounds.
-    """
+    """Return the `fields` of `config`, the content of the file `name`."""
     for field, check in fields.items():
         if field in config and not check(config[field]):
             raise CheckpointError(f"{name}: {field} is {brief(config[field])}, which no CLIP has; {REDOWNLOAD}")
@@ -105,10 +102,7 @@ def known_fields(name: str, fields: Mapping[str, Check], config: Json) -> Json:
 
 
 def read_config(folder: Path) -> Json:
-    """Return the arguments of transformers' CLIPConfig from the folder's config.json.
-
-    Raises CheckpointError for another model, a field out of bounds, code, and quantised weights.
-    """
+    """Return the arguments of transformers' CLIPConfig from the folder's config.json."""
     if folder.is_file():
         raise CheckpointError(f"{folder.name}: got one file, expected a folder with config.json; {SUITABLE}")
     file = folder / "config.json"
@@ -141,7 +135,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> Weights:
-    """Return the headers of the folder's weights, one file or shards of this folder. Raises as `read_header` does."""
+    """Return the headers of the folder's weights, one file or shards of this folder."""
     with readable(folder):
         if (folder / WEIGHTS).exists():
             return read_header(folder / WEIGHTS)
@@ -151,7 +145,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def clip_files(folder: Path) -> set[Path]:
-    """Return the files that decide the scores of the CLIP in `folder`. Raises as `read_weights` does."""
+    """Return the files that decide the scores of the CLIP in `folder`."""
     check_folder(folder)
     names = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
     weights = {header.file for header in read_weights(folder).headers.values()}
@@ -160,7 +154,7 @@ def clip_files(folder: Path) -> set[Path]:
 
 
 def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> CLIPModel:
-    """Return the CLIP in `folder` in evaluation mode. Raises CheckpointError, MissingFileError or ReadError."""
+    """Return the CLIP in `folder` in evaluation mode."""
     from transformers import CLIPConfig, CLIPModel
 
     check_folder(folder)
@@ -187,7 +181,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
                 f"{shown(header.file)}: {name} is {got}, expected floating-point {list(parameter.shape)} as in "
                 f"config.json; {REDOWNLOAD}"
             )
-    fill(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
+    fill_module(model, read_tensors(weights, expected), folder.name, lambda key: dtype)
     # The only buffers are the position numbers. They are computed, not loaded.
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
@@ -205,10 +199,7 @@ def check_whole_clip(folder: Path, headers: Mapping[str, Header], names: Iterabl
 
 
 def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.Tensor]:
-    """Return a function from an image to `pixel_values` [1, 3, pixels, pixels].
-
-    Raises CheckpointError for a preprocessor_config.json that is broken, or makes images of another size.
-    """
+    """Return a function from an image to `pixel_values` [1, 3, pixels, pixels]."""
     from PIL import Image
     from transformers import CLIPImageProcessor
 
@@ -234,8 +225,7 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
 def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str], list[int]]:
     """Return a function from a prompt to its tokens, at most `longest`, all below `vocabulary`.
 
-    As for Gemma, the tokenizers library reads only tokenizer.json. Raises CheckpointError for a tokenizer that is
-    broken or of another model. The returned function also raises it, and InputError for a lone surrogate.
+    As for Gemma, the tokenizers library reads only tokenizer.json.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The configurations that tensors' shapes stand for."""
+"""Configurations from the shapes of tensors, and contradictions between a configuration and the shapes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
+from ..errors import CheckpointError
 from ..model.known_models import (
     CROSS_HEADS,
     DC_AE_SCALE,
-    DEFAULT_RESOLUTION,
     GEMMA_HEAD_DIM,
     GEMMA_WIDTHS,
     HEAD_DIM,
     POSITIONED,
     VIDEO_HEAD_DIM,
+    VIDEOS,
     WIDTHS,
     Architecture,
 )
@@ -23,16 +24,16 @@ from ..model.latents import DOWNSCALE
 from ..runtime.text import Json, brief
 from .headers import Headers
 
-# the finest stage of DC-AE-Lite's decoder in its configuration, which has no blocks
+# The width that DC-AE-Lite's configuration has for the finest stage of the decoder. That stage has no blocks.
 EMPTY_WIDTH = 128
-# the convolution that begins a stage of the decoder, in all but the coarsest
+# The convolution at the beginning of each stage of the decoder except the coarsest.
 UP = "decoder.up_blocks.{}.0.conv.weight"
-# what AutoencoderDC's configuration says of each stage
+# The fields of AutoencoderDC's configuration that have a value for each stage.
 STAGE = ("block_types", "block_out_channels", "layers_per_block", "qkv_multiscales")
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return one more than the largest number that `pattern` finds at the start of the names, 0 if it finds none."""
+    """Return 1 + the largest number that `pattern` matches at the start of a name, or 0 without a match."""
     found = (re.match(pattern, name) for name in names)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
@@ -48,19 +49,28 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def hidden_width(headers: Headers) -> int:
-    """Return the channels between the convolutions of a feed-forward, which conv_depth has twice.
+    """Return the channels between the convolutions of a feed-forward, which are half of conv_depth's.
 
     Formats of 4 bits pack two input channels of conv_point into a byte, but leave the 3x3 convolution as it is.
     """
     return headers["transformer_blocks.0.ff.conv_depth.weight"].shape[0] // 2
 
 
-def transformer_config(headers: Headers, resolution: int) -> Json:
-    """Return SanaTransformer2DModel's configuration for a transformer or ControlNet with diffusers' names.
+def unknown_width(name: str, width: int, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: got width {width}, expected {expected}, for weights do not tell the number of attention "
+        "heads; put the model's config.json beside the file"
+    )
 
-    The width has to be one of CROSS_HEADS, because the shapes do not tell the number of heads.
+
+def transformer_config(name: str, headers: Headers) -> Json:
+    """Return SanaTransformer2DModel's configuration, without the resolution. Errors name the file `name`.
+
+    Only widths in CROSS_HEADS are accepted, because the shapes do not determine the number of heads.
     """
     found = architecture(headers)
+    if found.width not in CROSS_HEADS:
+        raise unknown_width(name, found.width, " or ".join(map(str, CROSS_HEADS)))
     caption = headers["caption_projection.linear_1.weight"]
     return {
         "in_channels": headers["patch_embed.proj.weight"].shape[1],
@@ -71,14 +81,19 @@ def transformer_config(headers: Headers, resolution: int) -> Json:
         "num_cross_attention_heads": CROSS_HEADS[found.width],
         "cross_attention_head_dim": found.width // CROSS_HEADS[found.width],
         "cross_attention_dim": found.width,
-        # 4-bit formats pack two values into a byte
+        # 4-bit formats pack two values into a byte.
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
         "mlp_ratio": hidden_width(headers) / found.width,
         "patch_size": headers["patch_embed.proj.weight"].shape[-1],
         "guidance_embeds": found.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
-        **resolution_config(resolution),
     }
+
+
+def controlnet_config(name: str, headers: Headers) -> Json:
+    """Return SanaControlNetModel's configuration, without the resolution. It has two arguments less."""
+    config = transformer_config(name, headers)
+    return {key: value for key, value in config.items() if key not in ("guidance_embeds", "qk_norm")}
 
 
 def contradiction(kind: str, headers: Headers, config: Json) -> str:
@@ -88,7 +103,7 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
     """
     pairs: dict[str, tuple[object, object]] = {}
     if kind in ("transformer", "controlnet") and architecture(headers).width in CROSS_HEADS:
-        shapes = transformer_config(headers, DEFAULT_RESOLUTION)
+        shapes = transformer_config("", headers)
         fields = ["num_layers", "num_attention_heads", "attention_head_dim", "caption_channels", "patch_size"]
         pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
         if kind == "transformer":
@@ -114,9 +129,26 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
     return ""
 
 
-def video_config(headers: Headers) -> Json:
-    """Return SanaVideoTransformer3DModel's configuration for tensors with diffusers' names; heads are 112 wide."""
+def video_name(name: str, headers: Headers) -> str:
+    """Return the name in VIDEOS of a SANA-Video transformer. Errors name the file `name`."""
+    _, channels, *patch = headers["patch_embedding.weight"].shape
+    if channels not in VIDEOS:
+        raise CheckpointError(
+            f"{name}: got a SANA-Video model of latents with {channels} channels, expected "
+            f"{' or '.join(map(str, VIDEOS))}; use a released model"
+        )
+    if patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
+        raise CheckpointError(
+            f"{name}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
+        )
+    return VIDEOS[channels].name
+
+
+def video_config(name: str, headers: Headers) -> Json:
+    """Return SanaVideoTransformer3DModel's configuration. Heads have 112 channels. Errors name the file `name`."""
     width, channels, *patch = headers["patch_embedding.weight"].shape
+    if width % VIDEO_HEAD_DIM:
+        raise unknown_width(name, width, f"a multiple of {VIDEO_HEAD_DIM}")
     heads = width // VIDEO_HEAD_DIM
     return {
         "in_channels": channels,
@@ -134,7 +166,7 @@ def video_config(headers: Headers) -> Json:
 
 
 def resolution_config(resolution: int) -> Json:
-    """Return what a configuration says of the size that a model was trained at."""
+    """Return the two fields of a configuration that depend on the training resolution."""
     return {
         "sample_size": resolution // DOWNSCALE,
         "interpolation_scale": resolution / POSITIONED if resolution >= POSITIONED else None,
@@ -142,14 +174,8 @@ def resolution_config(resolution: int) -> Json:
 
 
 def is_lite(headers: Headers) -> bool:
-    """Whether the decoder of a DC-AE with diffusers' names is DC-AE-Lite's, which alone has no attention."""
+    """Whether a DC-AE is DC-AE-Lite: only its decoder has no attention."""
     return not any(name.startswith("decoder.") and ".attn." in name for name in headers)
-
-
-def autoencoder_name(headers: Headers) -> str:
-    """Return the variant of a DC-AE with diffusers' names."""
-    channels = headers["decoder.conv_in.weight"].shape[1]
-    return f"dc-ae-lite-f32c{channels}" if is_lite(headers) else f"dc-ae-f32c{channels}"
 
 
 def autoencoder_config(headers: Headers) -> Json:
@@ -160,23 +186,23 @@ def autoencoder_config(headers: Headers) -> Json:
         "upsample_block_type": "interpolate",
         "decoder_norm_types": "rms_norm",
         "decoder_act_fns": "silu",
-        # no weights tell the last activation: ReLU in dc-ae-f32c32-sana-1.0 and 1.1, SiLU in dc-ae-lite-f32c32-sana-1.1
-        # (dc_ai/aecore/models/dc_ae.py of dc-ai-projects/DC-Gen)
+        # The weights do not determine the last activation: ReLU in dc-ae-f32c32-sana-1.0 and 1.1, SiLU in
+        # dc-ae-lite-f32c32-sana-1.1 (dc_ai/aecore/models/dc_ae.py of dc-ai-projects/DC-Gen).
         "decoder_conv_act_fn": "silu" if is_lite(headers) else "relu",
         "scaling_factor": DC_AE_SCALE,
     }
     for side, blocks in (("encoder", "encoder.down_blocks"), ("decoder", "decoder.up_blocks")):
         last = count(headers, rf"{blocks}\.(\d+)\.") - 1
         if last < 0:
-            # half of a file: with the library's own configuration, loading names what is missing
+            # Half of the file is missing. With the library's default the load names the missing tensors.
             continue
         stages = [stage_config(headers, f"{blocks}.{stage}.", stage == last) for stage in range(last + 1)]
         for name, values in zip(STAGE, zip(*stages, strict=True), strict=True):
             config[f"{side}_{name}"] = values
-    # a convolution that is shuffled into four pixels makes four times the channels
+    # A pixel shuffle needs a convolution with four times the channels.
     widths = enumerate(config.get("decoder_block_out_channels", ()))
-    made = {headers[name].shape[0] // width for stage, width in widths if (name := UP.format(stage)) in headers}
-    if 4 in made:
+    ratios = {headers[name].shape[0] // width for stage, width in widths if (name := UP.format(stage)) in headers}
+    if 4 in ratios:
         config["upsample_block_type"] = "pixel_shuffle"
     grouped = [name for name in headers if name.endswith("to_qkv_multiscale.0.proj_out.weight")]
     config["attention_head_dim"] = headers[grouped[0]].shape[1] if grouped else HEAD_DIM
@@ -184,13 +210,13 @@ def autoencoder_config(headers: Headers) -> Json:
 
 
 def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, int, tuple[int, ...]]:
-    """Return block type, channels, blocks, and the kernel sizes of the attention's scales of one stage of DC-AE.
+    """Return a stage's values for STAGE. The last value is the kernel size of each scale of its attention.
 
-    All stages but the last one have a block more, which changes the resolution.
+    All stages except the last one have one more block, which changes the resolution.
     """
     names = [name for name in headers if name.startswith(stage)]
     if not names:
-        # the finest stage of DC-AE-Lite: the library reads no more of it than that it is empty
+        # The finest stage of DC-AE-Lite. The library only reads that it has no blocks.
         return "ResBlock", EMPTY_WIDTH, 0, ()
     residual = [name for name in names if name.endswith(".conv1.weight")]
     attention = [name for name in names if name.endswith(".attn.to_q.weight")]
@@ -206,7 +232,7 @@ def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, in
 
 
 def gemma_width(headers: Headers) -> int:
-    """Return the width of Gemma 2's hidden states, from a norm: 4-bit formats pack two columns of a matrix."""
+    """Return the width of Gemma 2's hidden states, from a norm, because 4-bit formats pack two columns of a matrix."""
     return headers["layers.0.pre_feedforward_layernorm.weight"].shape[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -12,23 +12,22 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
+from ..model.known_models import DEFAULT_RESOLUTION, RESOLUTIONS
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
-from .checkpoint import SCALES, CheckpointInfo, Source
-from .configs import architecture, autoencoder_name, contradiction, gemma_width, resolution_config
+from .checkpoint import SCALES, Checkpoint, Source
+from .configs import contradiction, resolution_config
 from .files import parse_json, read_json, readable
-from .foreign_models import foreign_model, relative
-from .headers import SAFETENSORS, Header, Headers, Weights, read_header, read_sharded, tensor_bytes
-from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped
-from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
+from .keys import BASE_BLOCK, HOLDERS, WRAPPERS, Origin, autoencoder_origins, transformer_origins
+from .kinds import CHECKPOINT_KINDS, COMPONENT_FOLDERS, TRANSFORMER_KINDS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
 
 # The prefixes of the tensor names of each component in an all-in-one file.
-PREFIXES = (
+COMPONENT_PREFIXES = (
     re.compile(r"(model\.)?diffusion_model\.|transformer\.|module\."),
     re.compile(r"first_stage_model\.|vae\."),
     re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
@@ -41,8 +40,10 @@ SAVED_CONFIG = "sana_config"
 LARGEST_CONFIG = 1_000_000
 LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
-NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
-NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
+# Resolutions by the texts in file names, such as 512 and 4k.
+NAMED_RESOLUTIONS = {str(pixels): pixels for pixels in RESOLUTIONS}
+NAMED_RESOLUTIONS |= {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
+RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED_RESOLUTIONS)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 RESOLUTION_WITH_UNIT = re.compile(r"(?<![0-9a-z])(?:(512|1024|2048|4096)px|[124]k(px)?)(?![0-9a-z])", re.IGNORECASE)
 # (layout, tensors that identify it) of the VAEs of SANA-Video: first Wan 2.1's, then LTX-2's.
 VIDEO_VAES = (
@@ -55,131 +56,120 @@ VIDEO_VAES = (
 AVERAGED = "n_averaged"
 # The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
 UNUSED_TEXT = ("lm_head.", "logit_scale")
+# Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so
+# they are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from
+# diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
+# src/Linear.cpp) and bitsandbytes.
+RELATIVES = (
+    (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
+    (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
+    (r"\.attn\.A_log", "SANA-Streaming, which edits videos"),
+    (r"meta_queries", "VIBE, which edits images by instructions that Qwen3-VL reads"),
+    (r"\.mlp\.point_conv\.linear\.weight", "Sol-RL's SANA, which has linear layers for its 1x1 convolutions"),
+    (r"\.ff\.inverted_conv\.qweight", "SANA in 4 bits for nunchaku; the loader's quantise saves memory in its place"),
+    (r"\.qweight", "a model in 4 bits for the kernels of another program"),
+    (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
+)
+# Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
+DAMAGED = (
+    (
+        r"\.ff\.conv_(inverted|depth|point)\.",
+        "a SANA transformer",
+        ("caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"),
+    ),
+    # Nunchaku keeps the layers that it does not quantise in a second file.
+    (r"^caption_norm\.", "a SANA transformer", ("transformer_blocks.0.ff.conv_point.weight",)),
+    (
+        r"\.cross_attn\.q_linear\.|\.mlp\.point_conv\.conv\.",
+        "a SANA transformer",
+        ("blocks.0.cross_attn.q_linear.weight", "blocks.0.mlp.point_conv.conv.weight"),
+    ),
+    (r"to_qkv_multiscale\.", "a DC-AE", ("decoder.conv_in.weight",)),
+    (r"\.op_list\.", "a DC-AE", ("encoder.project_in.conv.weight", "decoder.project_in.main.conv.weight")),
+    (r"\.pre_feedforward_layernorm\.", "a Gemma 2 text encoder", ("layers.0.pre_feedforward_layernorm.weight",)),
+)
+# The decoder's stages and first layer, as diffusers and as MIT name them.
+DC_AE_STAGE = re.compile(r"decoder\.(?:up_blocks|stages)\.(\d{1,2})\.(?:op_list\.)?\d+\.")
+DC_AE_FIRST = re.compile(r"decoder\.(conv_in|project_in(\.main)?\.conv)\.weight")
 
 
-def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
+def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
     """Return kind, variant, layout, dtype, size and resolution of the file or folder at `path`.
 
-    `ema`: use the moving average in a .pth of a training. If `path` is a CheckpointInfo, it is returned unchanged. A
+    `ema`: use the moving average in a .pth of a training. If `path` is a Checkpoint, it is returned unchanged. A
     folder may be a pipeline of diffusers, one component of diffusers or transformers, or NVIDIA's folder with
     checkpoints/ in it. A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError
     if the path does not exist, ReadError if it cannot be read, CheckpointError if the file is broken or has no weights.
     """
-    if isinstance(path, CheckpointInfo):
+    if isinstance(path, Checkpoint):
         return path
     path = Path(path)
     with readable(path):
-        return inspect_path(path, ema)
-
-
-def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
-    """Inspect a path, as `inspect_checkpoint` does. Raises OSError if the operating system refuses the path."""
-    if path.exists() and not path.is_dir():
-        return inspect_file(path, ema)
-    if (path / "model_index.json").is_file():
-        folders = [path / name for name in FOLDERS]
-        found = [inspect_folder(folder) for folder in folders if (folder / "config.json").exists()]
-        if not found:
+        if path.exists() and not path.is_dir():
+            return inspect_file(path, ema)
+        if (path / "model_index.json").is_file():
+            folders = [path / name for name in COMPONENT_FOLDERS]
+            parts = [inspect_file(weights_file(folder)) for folder in folders if (folder / "config.json").exists()]
+            if not parts:
+                raise MissingFileError(
+                    f"{path.name}: no component beside model_index.json; download the folder again, whole"
+                )
+            return join_parts(path, "diffusers", parts)
+        originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
+        # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
+        if originals and not any(file.suffix.lower() in SAFETENSORS for file in path.glob("*")):
+            return inspect_file(originals[0], ema)
+        if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
+            return inspect_file(weights_file(path))
+        if path.is_dir():
             raise MissingFileError(
-                f"{path.name}: no component beside model_index.json; download the folder again, whole"
+                f"{brief(path.name)}: got a folder without model_index.json, config.json or checkpoints/, expected the "
+                "folder of a model; choose that folder, or download the model again, whole"
             )
-        return bundle(path, "diffusers", found)
-    originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
-    # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
-    if originals and not weight_files(path):
-        return inspect_file(originals[0], ema)
-    if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-        return inspect_folder(path)
-    if path.is_dir():
         raise MissingFileError(
-            f"{brief(path.name)}: got a folder without model_index.json, config.json or checkpoints/, expected the "
-            "folder of a model; choose that folder, or download the model again, whole"
+            f"{brief(path.name)}: no such file or folder, expected a model; check its spelling, or refresh the list"
         )
-    raise MissingFileError(
-        f"{brief(path.name)}: no such file or folder, expected a model; check its spelling, or refresh the list"
-    )
 
 
-def inspect_file(file: Path, ema: bool = False) -> CheckpointInfo:
-    """Inspect a file, as `inspect_checkpoint` does. If it is one of several shards, all shards are inspected."""
-    index = find_index(file)
-    weights = read_sharded(index) if index else read_header(file, ema)
-    groups = components(file, weights.headers)
-    config, is_beside = own_config(file, weights)
-    parts = [recognise(file, names, weights, config, is_beside) for names in groups]
-    if EMA in weights.metadata:
-        note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
-        parts = [replace(part, notes=(*part.notes, note)) for part in parts]
-    known = [part for part in parts if part.kind != "other"]
-    if len(known) == 1 or not known:
-        return (known or parts)[0]
-    return bundle(file, "comfy", known)
-
-
-def find_index(file: Path) -> Path | None:
-    """Return the index file if `file` is one of several shards, or None if it is not or the index is missing."""
-    shard = SHARD.match(file.stem)
-    if not shard:
-        return None
-    name, _, variant = shard[1].partition(".")
-    names = [f"{shard[1]}.safetensors.index.json", f"{name}.safetensors.index.{variant}.json"]
-    return next((file.with_name(name) for name in names if file.with_name(name).is_file()), None)
-
-
-def components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
-    """Return {name without its prefix and wrappers: name} of each component in `file`.
-
-    A LoRA's prefixes are part of its names. Raises CheckpointError for two names that differ only in wrappers.
-    """
-    groups: dict[int, dict[str, str]] = {}
-    for name in names:
-        if LORA.search(name):
-            return [{name: name for name in names}]
-        if name == AVERAGED:
-            continue
-        inner = unwrapped(name)
-        found = [(number, match.end()) for number, prefix in enumerate(PREFIXES) if (match := prefix.match(inner))]
-        number, start = found[0] if found else (len(PREFIXES), 0)
-        first = groups.setdefault(number, {}).setdefault(inner[start:], name)
-        if first != name:
-            raise CheckpointError(
-                f"{shown(file)}: got {brief(first)} and {brief(name)}, expected one of them; use another file"
-            )
-    return [without_holders(group) for group in groups.values()] or [{}]
-
-
-def without_holders(names: dict[str, str]) -> dict[str, str]:
-    """Remove the prefixes of wrapping modules, if the shorter names are then recognised."""
-    if classify(set(names))[0] != "other":
-        return names
-    inner_names = {HOLDERS.sub("", inner): name for inner, name in names.items()}
-    is_known = len(inner_names) == len(names) and classify(set(inner_names))[0] not in ("other", "lora")
-    return inner_names if is_known else names
-
-
-def inspect_folder(folder: Path) -> CheckpointInfo:
-    """Inspect a folder with one component or a PEFT adapter.
-
-    If it has several precisions, use the file without a suffix.
-    """
-    files = weight_files(folder)
+def weights_file(folder: Path) -> Path:
+    """Return the weights of a component's or an adapter's folder. If it has several precisions: without a suffix."""
+    files = [file for file in sorted(folder.glob("*")) if file.suffix.lower() in SAFETENSORS]
     if not files:
         raise MissingFileError(
             f"{folder.name}: no .safetensors file beside its configuration; download the folder again, whole"
         )
-    plain = [file for file in files if "." not in SHARD.sub(r"\1", file.stem)]
-    return inspect_file((plain or files)[0])
+    return next((file for file in files if "." not in SHARD.sub(r"\1", file.stem)), files[0])
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files in `folder` itself."""
-    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in SAFETENSORS]
+def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
+    """Inspect a file, or all shards if it is one of several shards and their index is beside it."""
+    index = None
+    if shard := SHARD.match(file.stem):
+        name, _, variant = shard[1].partition(".")
+        indexes = [f"{shard[1]}.safetensors.index.json", f"{name}.safetensors.index.{variant}.json"]
+        index = next((file.with_name(name) for name in indexes if file.with_name(name).is_file()), None)
+    weights = read_sharded(index) if index else read_header(file, ema)
+    groups = split_components(file, weights.headers)
+    config, is_beside = None, "config" not in weights.metadata
+    if not is_beside:
+        config = parse_json(weights.metadata["config"], f"{shown(file)}: its config")
+    else:
+        beside = file.with_name("config.json")
+        # A broken link is an error, not a missing configuration.
+        if beside.exists() or beside.is_symlink():
+            config = read_json(beside)
+    parts = [recognise(file, names, weights, config, is_beside) for names in groups]
+    if EMA in weights.metadata:
+        note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
+        parts = [replace(part, notes=(*part.notes, note)) for part in parts]
+    sana_parts = [part for part in parts if part.kind != "other"]
+    return join_parts(file, "comfy", sana_parts) if len(sana_parts) > 1 else (sana_parts or parts)[0]
 
 
-def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointInfo:
+def join_parts(path: Path, layout: str, parts: list[Checkpoint]) -> Checkpoint:
     """Join several components. Variant, dtype, resolution and reference are the transformer's, if there is one."""
-    first = next((part for part in parts if part.kind in TRANSFORMERS), parts[0])
-    return CheckpointInfo(
+    first = next((part for part in parts if part.kind in TRANSFORMER_KINDS), parts[0])
+    return Checkpoint(
         path,
         "pipeline",
         first.variant,
@@ -193,125 +183,151 @@ def bundle(path: Path, layout: str, parts: list[CheckpointInfo]) -> CheckpointIn
     )
 
 
-def own_config(file: Path, weights: Weights) -> tuple[Json | None, bool]:
-    """Return the configuration in the file's metadata or in config.json beside it, or None, and whether it is beside.
+def split_components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
+    """Return {name without the component's prefix and without wrappers: name} of each component in `file`.
 
-    Raises CheckpointError if it is not a JSON object, MissingFileError for a broken link, and ReadError.
+    The prefixes of a LoRA are part of its names.
     """
-    if "config" in weights.metadata:
-        return parse_json(weights.metadata["config"], f"{shown(file)}: its config"), False
-    beside = file.with_name("config.json")
-    # A broken link is an error, not a missing configuration.
-    return (read_json(beside) if beside.exists() or beside.is_symlink() else None), True
+    groups: dict[int, dict[str, str]] = {}
+    for name in names:
+        if LORA.search(name):
+            return [{name: name for name in names}]
+        if name == AVERAGED:
+            continue
+        inner = WRAPPERS.sub("", name)
+        matches = [(number, match.end()) for number, p in enumerate(COMPONENT_PREFIXES) if (match := p.match(inner))]
+        number, start = matches[0] if matches else (len(COMPONENT_PREFIXES), 0)
+        first = groups.setdefault(number, {}).setdefault(inner[start:], name)
+        if first != name:
+            raise CheckpointError(
+                f"{shown(file)}: got {brief(first)} and {brief(name)}, expected one of them; use another file"
+            )
+    return list(groups.values()) or [{}]
 
 
-def recognise(
-    file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool
-) -> CheckpointInfo:
+def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json | None, is_beside: bool) -> Checkpoint:
     """Describe one component. `names`: {name without prefix: name in the file}.
 
     `config`: the configuration in the file, or beside it (`is_beside`). A folder may contain several models, and
     config.json may belong to another one. So what the file itself shows takes precedence.
     """
-    stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
-    kind, layout, origins = classify(set(stored))
-    origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
-    headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
-    if kind in KINDS and kind != "lora":
+    kind, layout, origins = classify(names.keys() - {SAVED_CONFIG})
+    if kind == "other":
+        # Scripts may save the module inside of others, whose names are prefixes then.
+        inner_names = {HOLDERS.sub("", inner): name for inner, name in names.items()}
+        inner = classify(inner_names.keys() - {SAVED_CONFIG})
+        if len(inner_names) == len(names) and inner[0] not in ("other", "lora"):
+            names, (kind, layout, origins) = inner_names, inner
+    headers = {}
+    for target, origin in origins.items():
+        name = names[origin.name]
+        header = weights.headers[name]
+        # The scales of quantised weights are not split, because `load_part` refuses such weights.
+        if origin.parts > 1 and not name.endswith(SCALES):
+            rows, *others = header.shape or (1,)
+            if rows % origin.parts:
+                raise CheckpointError(
+                    f"{shown(header.file)}: {brief(name)} has {rows} rows, expected {origin.parts} equal parts; use "
+                    "another file"
+                )
+            header = header._replace(shape=(rows // origin.parts, *others))
+        headers[target], origins[target] = header, origin._replace(name=name)
+    if kind in CHECKPOINT_KINDS and kind != "lora":
         check_tensors(shown(file), kind, headers)
-    sizes: Counter[torch.dtype] = Counter()
-    for header in stored.values():
-        sizes[header.dtype] += header.size
     # An all-in-one file may have a configuration per component.
     saved = None
     if SAVED_CONFIG in names:
         content = tensor_bytes(weights, names[SAVED_CONFIG], LARGEST_CONFIG, "a configuration")
         saved = parse_json(content, f"{shown(file)}: {brief(names[SAVED_CONFIG])}")
-    config = next((each for each in (saved, (config or {}).get(kind), config) if is_config_of(each, kind)), None)
+        is_beside = False
+    candidates = (saved, (config or {}).get(kind), config)
+    config = next((candidate for candidate in candidates if is_config_of(candidate, kind)), None)
     notes = []
-    is_beside = is_beside and saved is None
     if config is not None:
         config = check_config(shown(file), kind, config)
         difference = contradiction(kind, headers, config) if is_beside else ""
         if difference:
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
-    variant, resolution, source, reference = variant_of(file, kind, headers, stored), None, "", ""
+    stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
+    variant = foreign_model(stored) if kind == "other" else CHECKPOINT_KINDS[kind].variant(shown(file), headers)
+    reference = ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
-    elif kind in (*TRANSFORMERS, "controlnet"):
+    elif kind in (*TRANSFORMER_KINDS, "controlnet"):
         reference = NVIDIA if layout == "original" else DIFFUSERS
+    resolution, source = None, ""
     if kind in ("transformer", "controlnet"):
         positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
-        resolution, source = find_resolution(file, config, positions, patch)
-        evidence = own_resolution(file, positions, patch) if is_beside and source == "config" else None
-        if config is not None and evidence is not None and evidence[0] != resolution:
-            notes.append(
-                f"{shown(file)}: {evidence[0]} px by its {evidence[1]}; config.json beside it has {resolution} px and "
-                "is not followed in this"
-            )
-            resolution, source = evidence
-            config = {**config, **resolution_config(resolution)}
-        if config is not None and "sample_size" in config and "interpolation_scale" not in config:
-            # The configuration is older than this argument.
-            config = {**config, **resolution_config(resolution)}
-    dtype, size = sizes.most_common(1)[0][0] if sizes else torch.float32, sum(sizes.values())
-    found = (file, kind, variant, layout, dtype, size, resolution, source, config, headers, origins, weights)
-    return CheckpointInfo(*found, reference=reference, notes=tuple(notes))
-
-
-def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
-    """Return the component's variant. For other files, return a description of the tensors `stored`."""
-    if kind == "transformer":
-        return variant_name(architecture(headers))
-    if kind == "controlnet":
-        return controlnet_name(architecture(headers))
-    if kind == "video_transformer":
-        return video_name(file, headers["patch_embedding.weight"].shape)
-    if kind == "autoencoder":
-        return autoencoder_name(headers)
-    if kind == "video_autoencoder":
-        return "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1"
-    if kind == "text_encoder":
-        width = gemma_width(headers)
-        return GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")
-    return foreign_model(stored) if kind == "other" else ""
-
-
-def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
-    """Return `info` with another reference; "auto" keeps the reference of the file.
-
-    `info` is a transformer or a ControlNet. Raises InputError for an unknown name, and CheckpointError if NVIDIA's
-    reference needs the base model's first block and the ControlNet's file does not have it.
-    """
-    check_name("reference", reference, REFERENCES)
-    info = info if reference == AUTO else replace(info, reference=reference)
-    if info.kind != "controlnet":
-        return info
-    base = {name for name in info.origins if name.startswith(f"{BASE_BLOCK}.")}
-    if info.reference == NVIDIA and not base:
-        whole = "download the whole .pth, or " if info.layout == "original" else ""
-        raise CheckpointError(
-            f"{info.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
-            f"starts; {whole}choose reference diffusers"
-        )
-    unused = base if info.reference == DIFFUSERS else set()
-    origins = {name: origin for name, origin in info.origins.items() if name not in unused}
-    headers = {name: header for name, header in info.headers.items() if name not in unused}
-    return replace(info, origins=origins, headers=headers)
+        if config is not None and "sample_size" in config:
+            resolution, source = DOWNSCALE * config["sample_size"], "config"
+            evidence = resolution_of(file, positions, patch) if is_beside else None
+            if evidence is not None and evidence[0] != resolution:
+                notes.append(
+                    f"{shown(file)}: {evidence[0]} px by its {evidence[1]}; config.json beside it has {resolution} px "
+                    "and is not followed in this"
+                )
+                resolution, source = evidence
+                config |= resolution_config(resolution)
+            if "interpolation_scale" not in config:
+                # The configuration is older than this argument.
+                config |= resolution_config(resolution)
+        else:
+            resolution, source = resolution_of(file, positions, patch) or resolution_by_path(file)
+    sizes: Counter[torch.dtype] = Counter()
+    for header in stored.values():
+        sizes[header.dtype] += header.size
+    return Checkpoint(
+        file,
+        kind,
+        variant,
+        layout,
+        sizes.most_common(1)[0][0] if sizes else torch.float32,
+        sum(sizes.values()),
+        resolution,
+        source,
+        config,
+        headers,
+        origins,
+        weights,
+        reference=reference,
+        notes=tuple(notes),
+    )
 
 
 def is_config_of(config: object, kind: str) -> bool:
     """Return whether `config` is for a library class of `kind`. config.json may be for another model."""
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or kind not in CHECKPOINT_KINDS:
         return False
     architectures = config.get("architectures")
     listed = architectures[:1] if isinstance(architectures, list) else []
-    return kind in KINDS and any(name in KINDS[kind].classes for name in [config.get("_class_name"), *listed])
+    return any(name in CHECKPOINT_KINDS[kind].classes for name in [config.get("_class_name"), *listed])
 
 
-def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
+def follow(checkpoint: Checkpoint, reference: str) -> Checkpoint:
+    """Return `checkpoint` with another reference; "auto" keeps the reference of the file.
+
+    `checkpoint` is a transformer or a ControlNet.
+    """
+    check_name("reference", reference, REFERENCES)
+    checkpoint = checkpoint if reference == AUTO else replace(checkpoint, reference=reference)
+    if checkpoint.kind != "controlnet":
+        return checkpoint
+    base = {name for name in checkpoint.origins if name.startswith(f"{BASE_BLOCK}.")}
+    if checkpoint.reference == NVIDIA and not base:
+        whole = "download the whole .pth, or " if checkpoint.layout == "original" else ""
+        raise CheckpointError(
+            f"{checkpoint.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
+            f"starts; {whole}choose reference diffusers"
+        )
+    unused = base if checkpoint.reference == DIFFUSERS else set()
+    origins = {name: origin for name, origin in checkpoint.origins.items() if name not in unused}
+    headers = {name: header for name, header in checkpoint.headers.items() if name not in unused}
+    return replace(checkpoint, origins=origins, headers=headers)
+
+
+def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
     """Return kind, layout, and the origin of each parameter of the module among `names`."""
     same = {name: Origin(name) for name in names}
     if relative(names):
@@ -345,43 +361,11 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     return "other", "", same
 
 
-def video_name(file: Path, embedding: tuple[int, ...]) -> str:
-    """Return the name in VIDEOS of the model whose patch embedding has the shape `embedding`.
-
-    Raises CheckpointError for other models.
-    """
-    _, channels, *patch = embedding
-    if channels in VIDEOS and patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
-        raise CheckpointError(
-            f"{shown(file)}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
-        )
-    if channels not in VIDEOS:
-        raise CheckpointError(
-            f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected "
-            f"{' or '.join(map(str, VIDEOS))}; use a released model"
-        )
-    return VIDEOS[channels].name
-
-
-def part_header(name: str, header: Header, origin: Origin) -> Header:
-    """Return the header of one part of a fused tensor. Raises CheckpointError if the parts would not be equal."""
-    if origin.parts == 1 or name.endswith(SCALES):
-        # `load_part` refuses quantised weights, so their scales are not split.
-        return header
-    first, *rest = header.shape or (1,)
-    if first % origin.parts:
-        raise CheckpointError(
-            f"{shown(header.file)}: {brief(name)} has {first} rows, expected {origin.parts} equal parts; use another"
-            " file"
-        )
-    return header._replace(shape=(first // origin.parts, *rest))
-
-
-def own_resolution(file: Path, positions: Header | None, patch: int) -> tuple[int, str] | None:
+def resolution_of(file: Path, positions: Header | None, patch: int) -> tuple[int, str] | None:
     """Return the resolution in pixels from the position embedding or the file's name, and which of them it was.
 
-    A number in the name counts only with a unit, as in 512px or 4Kpx, because other numbers are steps or dates. Raises
-    CheckpointError if the position embedding has another shape.
+    NVIDIA's files have a position embedding of this size, even if the model does not use it. A number in the name
+    counts only with a unit, as in 512px or 4Kpx, because other numbers are steps or dates.
     """
     if positions is not None:
         side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
@@ -392,23 +376,38 @@ def own_resolution(file: Path, positions: Header | None, patch: int) -> tuple[in
             )
         return DOWNSCALE * patch * side, "position embedding"
     matches = [match[0].lower() for match in RESOLUTION_WITH_UNIT.finditer(file.stem)]
-    stated = {NAMED[match.removesuffix("px")] for match in matches}
+    stated = {NAMED_RESOLUTIONS[match.removesuffix("px")] for match in matches}
     return (stated.pop(), "file name") if len(stated) == 1 else None
 
 
-def find_resolution(file: Path, config: Json | None, positions: Header | None, patch: int) -> tuple[int, str]:
-    """Return the training resolution in pixels and where it was found. Raises CheckpointError.
-
-    NVIDIA's files have a position embedding of this size, even if the model does not use it. Files of diffusers have
-    none.
-    """
-    if config is not None and "sample_size" in config:
-        return DOWNSCALE * config["sample_size"], "config"
-    evidence = own_resolution(file, positions, patch)
-    if evidence is not None:
-        return evidence
+def resolution_by_path(file: Path) -> tuple[int, str]:
+    """Return the first resolution in the names of the file and of its two folders, or the default, and its source."""
     for name in (file.stem, file.parent.name, file.parent.parent.name):
-        found = NAMED_RESOLUTION.search(name)
-        if found:
-            return NAMED[found[1].lower()], "file name"
+        if match := RESOLUTION.search(name):
+            return NAMED_RESOLUTIONS[match[1].lower()], "file name"
     return DEFAULT_RESOLUTION, "assumed"
+
+
+def relative(names: Iterable[str]) -> str:
+    """Return the model of SANA's family that has tensors with these names, "" for none."""
+    text = "\n".join(names)
+    return next((label for pattern, label in RELATIVES if re.search(f"(?:{pattern})$", text, re.MULTILINE)), "")
+
+
+def foreign_model(headers: Mapping[str, Header]) -> str:
+    """Return a description of a file that is not SANA's. An unknown file is described by its first three names."""
+    if known := relative(headers):
+        return known
+    stages = [int(match[1]) for name in headers if (match := DC_AE_STAGE.match(name))]
+    first = next((header.shape for name, header in headers.items() if DC_AE_FIRST.fullmatch(name)), ())
+    if stages and len(first) > 1:
+        return f"a DC-AE f{2 ** max(stages)}c{first[1]} that is not SANA's"
+    decoder = [header for name, header in headers.items() if name.endswith("decoder.conv_in.weight")]
+    if decoder and len(decoder[0].shape) > 1:
+        return f"a {'video ' * (len(decoder[0].shape) == 5)}VAE with {decoder[0].shape[1]} channels"
+    for pattern, label, known_by in DAMAGED:
+        missing = [name for name in known_by if name not in headers]
+        # Gemma 3 has these norms, and also a q_norm.
+        if missing and any(re.search(pattern, name) for name in headers) and not any("q_norm" in n for n in headers):
+            return f"{label} without {missing[0]}"
+    return f"tensors named {', '.join(brief(name) for name in sorted(headers)[:3])}" if headers else "no tensors"

@@ -55,12 +55,12 @@ DOWNLOADS = {
 }
 
 
-GEMMA = "gemma_2_2b_it_elm_bf16.safetensors"
+GEMMA_FILE = "gemma_2_2b_it_elm_bf16.safetensors"
 # Names in the lists of ComfyUI_ExtraModels and its fork: a repository, and the file that takes its place.
 REPOSITORIES = {
-    "Efficient-Large-Model/gemma-2-2b-it": GEMMA,
-    "google/gemma-2-2b-it": GEMMA,
-    "unsloth/gemma-2-2b-it-bnb-4bit": GEMMA,
+    "Efficient-Large-Model/gemma-2-2b-it": GEMMA_FILE,
+    "google/gemma-2-2b-it": GEMMA_FILE,
+    "unsloth/gemma-2-2b-it-bnb-4bit": GEMMA_FILE,
     "mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers": "dc-ae-f32c32-sana-1.1.safetensors",
     "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers": "dc-ae-f32c32-sana-1.0.safetensors",
     "Efficient-Large-Model/Sana_1600M_1024px": "Sana_1600M_1024px_BF16.safetensors",

@@ -1,4 +1,4 @@
-"""A model's files as bytes and as JSON: only regular files of bounded size are opened; errors say what is wrong."""
+"""Read a model's files as bytes and as JSON. Only regular files of bounded size are read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..runtime.text import Json, brief, shown
 
 REDOWNLOAD = "download it again"
 INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
-# characters of a file's name in an error
+# Characters of a file's name in an error.
 LONGEST_NAME = 240
-# configurations and indexes of SANA's models have under 1 MB
+# Configurations and indexes of SANA's models have less than 1 MB.
 LARGEST_TEXT = 16_000_000
 LFS_POINTER = b"version https://git-lfs"
 WEB_PAGE = (b"<!doctype", b"<html", b"<?xml")
-# bytes that tell both
+# Bytes at the start that are compared with both.
 START = 64
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise ReadError with the name of `path` where the operating system refuses an operation in this context.
+    """Raise ReadError with the name of `path` if the operating system refuses an operation in this context.
 
     Path.exists() raises for a name that is too long and for a path in a folder without permission.
     """
@@ -43,10 +43,10 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
-    """Give `file`, open to be read, and its bytes' number.
+    """Open `file` and return the stream and the size in bytes.
 
-    Raises MissingFileError, ReadError, and CheckpointError for what is no regular file: to open a pipe would wait for
-    ever.
+    Refuse anything but a regular file, because opening a pipe would wait for ever. Refuse the files that a browser or
+    git stores in place of a model.
     """
     with readable(file):
         try:
@@ -56,41 +56,33 @@ def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
                     f"{shown(file)}: got a folder, pipe or device, expected a regular file; put the file there instead"
                 )
             with file.open("rb") as stream:
+                start = stream.read(START)
+                if start.startswith(LFS_POINTER):
+                    raise CheckpointError(
+                        f"{shown(file)}: got a git-lfs pointer instead of the model; run git lfs pull in its folder, "
+                        "or download the file in the browser"
+                    )
+                if start.lstrip().lower().startswith(WEB_PAGE):
+                    raise CheckpointError(
+                        f"{shown(file)}: got a web page, not the file; {REDOWNLOAD} by its download link, "
+                        "logged in if it asks for that"
+                    )
+                stream.seek(0)
                 yield stream, status.st_size
         except FileNotFoundError:
             raise MissingFileError(f"{shown(file)}: no such file; refresh the list, or {REDOWNLOAD}") from None
 
 
 def read_bytes(file: Path, largest: int) -> bytes:
-    """Return what is in `file`.
-
-    Raises MissingFileError, ReadError, and CheckpointError for what is no regular file, for more than `largest` bytes,
-    and for what a browser or git puts in a file's place.
-    """
+    """Return the content of `file`, which may have at most `largest` bytes."""
     with opened(file) as (stream, size):
         if size > largest:
             raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {REDOWNLOAD}")
-        content = stream.read(largest)
-    check_start(file, content[:START])
-    return content
-
-
-def check_start(file: Path, start: bytes) -> None:
-    """Raise CheckpointError for what a browser or git puts in a file's place; `start` are its first bytes."""
-    if start.startswith(LFS_POINTER):
-        raise CheckpointError(
-            f"{shown(file)}: got a git-lfs pointer instead of the model; run git lfs pull in its folder, or download "
-            "the file in the browser"
-        )
-    if start.lstrip().lower().startswith(WEB_PAGE):
-        raise CheckpointError(
-            f"{shown(file)}: got a web page, not the file; {REDOWNLOAD} by its download link, "
-            "logged in if it asks for that"
-        )
+        return stream.read(largest)
 
 
 def unique(pairs: list[tuple[str, object]]) -> Json:
-    """Return the dict of `pairs`. Raises ValueError for a key that stands twice."""
+    """Return the dict of `pairs`. A repeated key is a ValueError."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a key stands twice in it")
@@ -98,10 +90,7 @@ def unique(pairs: list[tuple[str, object]]) -> Json:
 
 
 def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> Json:
-    """Return the JSON object that `text` is; `name` is how errors call it, `make` a dict of its pairs.
-
-    Raises CheckpointError for anything else, with `unique` also for a key that stands twice.
-    """
+    """Return the JSON object `text`. Errors call it `name`. `make` turns pairs of key and value into a dict."""
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=make)
     except RecursionError:
@@ -114,8 +103,5 @@ def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> 
 
 
 def read_json(file: Path) -> Json:
-    """Return the JSON object in `file`.
-
-    Raises CheckpointError for anything else and for more than 16 MB, MissingFileError, and ReadError.
-    """
+    """Return the JSON object in `file`, which may have at most LARGEST_TEXT bytes."""
     return parse_json(read_bytes(file, LARGEST_TEXT), shown(file))

@@ -16,18 +16,19 @@ from ..model.reference import AUTO
 from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
 from ..runtime.text import Json
-from . import CheckpointInfo, inspect_checkpoint
-from .load import build_module, shift_of, text_reference
+from . import Checkpoint, inspect_checkpoint
+from .generation import shift_of, text_reference
+from .load import build_module
 from .lora import peft_file
 from .tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# bytes from which on a file's digest is kept beside it; a smaller one is read in no time
+# The digest of a file with at least this many bytes is stored. A smaller file is read quickly.
 KEPT = 1 << 26
-# what a kept digest begins with
+# The start of a file with a digest.
 BEGIN = b'{"stamp": ['
-# of a configuration, what decides nothing: names, and the versions of the libraries that wrote it
+# Fields of a configuration without effect: names, and the versions of the libraries that wrote it.
 IDLE = {"transformers_version", "dtype", "torch_dtype", "architectures"}
 PROBE = "  A Caf\u00e9,\tin 3  colours \U0001f3a8 "
 
@@ -40,19 +41,17 @@ def fingerprint(
     kept: Path | None = None,
     reference: str = AUTO,
 ) -> Json:
-    """Return what a checkpoint brings to its images: digests of weights, configurations, tokenizer, instruction, and
-    the shift.
+    """Return the digests of weights, configurations, tokenizer and instruction, and the shift.
 
-    The instruction is that of `reference`. The configurations are those of the library's modules, with the library's
-    own defaults. The digest of a large file of weights is kept beside it, or in the folder `kept`, so that it is read
-    once; `progress` gets how many bytes of how many were read, and cancels by raising. Raises CheckpointError,
-    MissingFileError or ReadError for a checkpoint that is broken or incomplete.
+    `reference` chooses the instruction. The configurations include the library's defaults. The digest of a large file
+    is stored beside it, or in the folder `kept`, so that the file is read once. `progress` receives the bytes read and
+    all bytes, and may raise to cancel.
     """
     info = inspect_checkpoint(checkpoint)
-    digests = digest_files(weight_files(info), progress, kept)
+    digests = digest_files(files_of(info), progress, kept)
     found: Json = {}
-    for part in info.parts or (info,):
-        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in weight_files(part)))
+    for part in info.components:
+        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files_of(part)))
         if part.kind == "lora":  # its configuration is in its files
             continue
         found[f"{part.kind}_config"] = digest_json(resolved_config(part))
@@ -60,7 +59,7 @@ def fingerprint(
             found["shift"] = shift_of(info, reference=reference)
         if part.kind == "text_encoder":
             tokenizer = load_tokenizer(part)
-            # what the library makes of it, for not all of that is in the one file: BOS, spaces, case
+            # The tokens of a probe, because the file does not determine everything: BOS, spaces, case.
             tokens = tokenizer.encode(PROBE)
             found["tokenizer"] = digest_json([digest_of(tokenizer.content), tokenizer.pad_token, tokens])
             found["instruction"] = digest_json([instruction_text(text_reference(info, reference)), MAX_TOKENS])
@@ -68,7 +67,7 @@ def fingerprint(
 
 
 def difference(own: Mapping[str, object], other: Mapping[str, object]) -> str:
-    """Return the names of what differs, empty where nothing does."""
+    """Return the names of the entries that differ, or ""."""
     return ", ".join(name for name in {**own, **other} if own.get(name) != other.get(name))
 
 
@@ -77,21 +76,21 @@ def digest_json(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def resolved_config(info: CheckpointInfo) -> Json:
-    """Return the configuration of the library's module for `info`, its defaults included."""
+def resolved_config(info: Checkpoint) -> Json:
+    """Return the configuration of the library's module for `info`, including its defaults."""
     config: Any = build_module(info).config
     words = config.to_dict() if info.kind == "text_encoder" else dict(config)
     return {key: value for key, value in words.items() if not key.startswith("_") and key not in IDLE}
 
 
-def weight_files(info: CheckpointInfo) -> set[Path]:
-    files = {header.file for part in info.parts or (info,) for header in part.weights.headers.values()}
+def files_of(info: Checkpoint) -> set[Path]:
+    files = {header.file for part in info.components for header in part.weights.headers.values()}
     beside = peft_file(info.path)
     return files | {beside} if beside else files
 
 
 def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) -> dict[Path, str]:
-    """Return the digest of each file, read only where none is kept of it, beside it or in the folder `kept`."""
+    """Return the digest of each file. A file without a stored digest, beside it or in the folder `kept`, is read."""
     digests: dict[Path, str] = {}
     for file in sorted(files):
         found = read_kept(file, kept_path(file, kept)) or read_kept(file, kept_path(file))
@@ -100,7 +99,7 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
     missing = sorted(files - digests.keys())
     done, total = 0, sum(file.stat().st_size for file in missing)
     for file in missing:
-        before = file_stat(file)
+        before = size_and_times(file)
 
         def read(count: int) -> None:
             nonlocal done
@@ -108,14 +107,14 @@ def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) 
             progress(done, total)
 
         digests[file] = digest_file(file, read)
-        if file_stat(file) != before:
+        if size_and_times(file) != before:
             raise ReadError(f"{file}: was written while it was read; wait until it is whole")
         if before[0] >= KEPT:
             keep(kept_path(file, kept), before, digests[file])
     return digests
 
 
-def file_stat(file: Path) -> list[int]:
+def size_and_times(file: Path) -> list[int]:
     """Return the size of a file and the times of its last changes, to notice that it was changed or replaced.
 
     Its inode is not part of it: FUSE, exFAT and CIFS may give a file another number each time.
@@ -132,21 +131,20 @@ def kept_path(file: Path, folder: Path | None = None) -> Path:
     """
     if folder is None:
         return file.with_name(f".{file.name}.sana-digest.json")
-    return folder / f"{digest_json([str(file.absolute()), file_stat(file)])}.json"
+    return folder / f"{digest_json([str(file.absolute()), size_and_times(file)])}.json"
 
 
 def read_kept(file: Path, path: Path) -> str | None:
-    """Return the digest of the file as it is now that is kept at `path`, None where there is none."""
+    """Return the digest stored at `path` if it belongs to the current content of `file`, or None."""
     try:
         document = json.loads(read_small(path))
-        return str(document["sha256"]) if document["stamp"] == file_stat(file) else None
+        return str(document["sha256"]) if document["stamp"] == size_and_times(file) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def keep(path: Path, stat: list[int], digest: str) -> None:
-    """Keep the digest at `path`, where no file of others is; a folder that cannot be written makes the next run read
-    the file again."""
+    """Store a digest at `path`, unless another file is there. Without it, the next run reads the model again."""
     # A model's folder may come from a stranger. A link there could lead to any file of the user.
     if path.is_symlink():
         return
@@ -155,7 +153,7 @@ def keep(path: Path, stat: list[int], digest: str) -> None:
         if path.exists() and read_small(path)[: len(BEGIN)] not in (b"", BEGIN):
             return
         try:
-            # not by way of another file: a process that is killed here leaves half of this one, which is read as none
+            # Written in place: a process that is killed here leaves half of the file, which counts as no digest.
             path.write_text(json.dumps({"stamp": stat, "sha256": digest}))
         except OSError:
             path.unlink(missing_ok=True)

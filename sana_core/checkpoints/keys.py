@@ -1,14 +1,15 @@
-"""Original names to diffusers' names: NVIDIA's transformer and ControlNet, and DC-AE as MIT's repository has it.
+"""Map the names of original files to diffusers' names: NVIDIA's transformer and ControlNet, and MIT's DC-AE.
 
-A fused tensor becomes several, equal parts of it along its first dimension.
+A fused tensor becomes several equal parts along its first dimension.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from typing import NamedTuple
 
-TRANSFORMER = {
+TRANSFORMER_NAMES = {
     "x_embedder.proj": "patch_embed.proj",
     "y_embedder.y_proj.fc1": "caption_projection.linear_1",
     "y_embedder.y_proj.fc2": "caption_projection.linear_2",
@@ -19,16 +20,16 @@ TRANSFORMER = {
     "final_layer.linear": "proj_out",
     "final_layer": "",  # its scale_shift_table
 }
-# SANA-Video embeds patches of several frames
-VIDEO = {"x_embedder.proj": "patch_embedding"}
-# Sprint embeds its guidance beside the time
-SPRINT = {
+# SANA-Video embeds patches of several frames.
+VIDEO_NAMES = {"x_embedder.proj": "patch_embedding"}
+# Sprint embeds the guidance in addition to the time.
+SPRINT_NAMES = {
     "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
     "t_embedder.mlp.2": "time_embed.timestep_embedder.linear_2",
     "cfg_embedder.mlp.0": "time_embed.guidance_embedder.linear_1",
     "cfg_embedder.mlp.2": "time_embed.guidance_embedder.linear_2",
 }
-BLOCK = {
+BLOCK_NAMES = {
     "": ("",),  # its scale_shift_table
     "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
     "attn.q_norm": ("attn1.norm_q",),
@@ -44,9 +45,9 @@ BLOCK = {
     "mlp.point_conv.conv": ("ff.conv_point",),
     "mlp.t_conv": ("ff.conv_temp",),  # of SANA-Video
 }
-# of NVIDIA's ControlNet: its copy of the first block of the model that it steers
+# In NVIDIA's ControlNet: its copy of the base model's first block.
 BASE_BLOCK = "base_block"
-# what the transformer never reads: the null prompt, the buffer of positions, the head of the training's variance
+# Tensors that the transformer never reads: the null prompt, the buffer of positions, the variance head of the training.
 UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
 
 # Parts of names that torch.compile, FSDP and activation checkpointing insert, before any module.
@@ -54,7 +55,7 @@ WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_w
 # What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
 HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
 
-AUTOENCODER = (
+AUTOENCODER_PATTERNS = (
     (r"main\.|op_list\.", ""),
     (r"\.project_in\.conv\.", ".conv_in."),
     (r"encoder\.project_out\.0\.conv\.", "encoder.conv_out."),
@@ -75,31 +76,30 @@ AUTOENCODER = (
 
 
 class Origin(NamedTuple):
-    """Where a parameter comes from: a tensor of the file, and which of its `parts` equal parts."""
+    """The source of a parameter: a tensor of the file, and a number among its `parts` equal parts."""
 
     name: str
     part: int = 0
     parts: int = 1
 
 
-def unwrapped(name: str) -> str:
-    """Return `name` without the parts that torch.compile, FSDP and activation checkpointing insert."""
-    return WRAPPERS.sub("", name)
+def transformer_origins(names: Set[str]) -> dict[str, Origin]:
+    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet. Unknown names map to themselves.
 
-
-def transformer_origins(names: set[str]) -> dict[str, Origin]:
-    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet; names that fit nowhere map to themselves.
-
-    `names` are those of the file. The key map is that of diffusers' conversion scripts for SANA. A ControlNet's file
-    holds the transformer that it was trained on; its first block, from which NVIDIA's ControlNet starts, is
+    `names` are the names in the file. The map is from diffusers' conversion scripts for SANA. A ControlNet's file
+    contains the transformer that it was trained on. NVIDIA's ControlNet starts from its first block, which is
     "base_block" here.
     """
-    modules = {**TRANSFORMER, **SPRINT} if any(name.startswith("cfg_embedder.") for name in names) else TRANSFORMER
+    modules = (
+        {**TRANSFORMER_NAMES, **SPRINT_NAMES}
+        if any(name.startswith("cfg_embedder.") for name in names)
+        else TRANSFORMER_NAMES
+    )
     if "blocks.0.mlp.t_conv.weight" in names:
-        modules = {**modules, **VIDEO}
+        modules = {**modules, **VIDEO_NAMES}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
-    for name in names.difference(UNUSED):
+    for name in names - set(UNUSED):
         module, _, leaf = name.rpartition(".")
         targets = block_modules(module) or (modules.get(module, module),)
         if is_controlnet and name.startswith(("blocks.", "final_layer.")):
@@ -112,23 +112,23 @@ def transformer_origins(names: set[str]) -> dict[str, Origin]:
 
 
 def block_modules(module: str) -> tuple[str, ...]:
-    """Return diffusers' names of a module inside a numbered block, none for any other."""
+    """Return diffusers' names of a module inside a numbered block, or () for other modules."""
     projection = re.fullmatch(r"controlnet\.(\d+)\.(before|after)_proj", module)
     if projection:
         number, side = projection.groups()
         return ("input_block",) if side == "before" else (f"controlnet_blocks.{number}",)
     block = re.fullmatch(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)", module)
-    if not block or block[3] not in BLOCK:
+    if not block or block[3] not in BLOCK_NAMES:
         return ()
-    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK[block[3]])
+    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK_NAMES[block[3]])
 
 
-def autoencoder_origins(names: set[str]) -> dict[str, Origin]:
+def autoencoder_origins(names: Set[str]) -> dict[str, Origin]:
     """Return {diffusers' name: origin} of DC-AE in its original layout."""
     origins = {}
     for name in names:
         target = name
-        for pattern, replacement in AUTOENCODER:
+        for pattern, replacement in AUTOENCODER_PATTERNS:
             target = re.sub(pattern, replacement, target)
         fused = target.partition(".qkv.conv.")
         parts = [f"{fused[0]}.to_{letter}.{fused[2]}" for letter in "qkv"] if fused[1] else [target]

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import CheckpointError
+from ..model.known_models import GEMMA_WIDTHS, controlnet_name, variant_name
 from ..runtime.text import Json, brief
+from .configs import (
+    architecture,
+    autoencoder_config,
+    controlnet_config,
+    gemma_config,
+    gemma_width,
+    is_lite,
+    transformer_config,
+    video_config,
+    video_name,
+)
 from .files import INCOMPLETE
-from .headers import Header
+from .headers import Header, Headers
 from .schemas import (
-    AUTOENCODER,
-    GEMMA,
+    AUTOENCODER_FIELDS,
+    GEMMA_FIELDS,
     LARGEST_WIDTH,
     MOST_BLOCKS,
-    TRANSFORMER,
-    VIDEO,
-    VIDEO_AUTOENCODER,
+    TRANSFORMER_FIELDS,
+    VIDEO_AUTOENCODER_FIELDS,
+    VIDEO_FIELDS,
     Check,
     refuse_code,
 )
 
-TRANSFORMERS = ("transformer", "video_transformer")
+TRANSFORMER_KINDS = ("transformer", "video_transformer")
 EMPTY: Mapping = MappingProxyType({})
 
 
 class CheckpointKind(NamedTuple):
-    """A row of KINDS."""
+    """A row of CHECKPOINT_KINDS."""
 
     # The name in descriptions, as in "a DC-AE".
     title: str
@@ -46,6 +58,12 @@ class CheckpointKind(NamedTuple):
     drops_unknown: bool = False
     # The tensors that determine its architecture, with their number of dimensions.
     tensors: Mapping[str, int] = EMPTY
+    # The name of the model, from the file's name in errors and the headers.
+    variant: Callable[[str, Headers], str] = lambda name, headers: ""
+    # The arguments of the library's class, from the same. Without arguments the library has its defaults.
+    config: Callable[[str, Headers], Json] = lambda name, headers: {}
+    # Whether it belongs to SANA-Video.
+    is_video: bool = False
 
 
 TRANSFORMER_TENSORS = {
@@ -53,15 +71,17 @@ TRANSFORMER_TENSORS = {
     "transformer_blocks.0.ff.conv_depth.weight": 4,
     "transformer_blocks.0.ff.conv_point.weight": 4,
 }
-KINDS = {
+CHECKPOINT_KINDS = {
     "transformer": CheckpointKind(
         title="SANA transformer",
         wanted="a SANA transformer",
         remedy="get one from Efficient-Large-Model on Hugging Face, such as Sana_1600M_1024px_BF16_diffusers",
         folder="transformer",
         classes=("SanaTransformer2DModel",),
-        fields=TRANSFORMER,
+        fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
+        variant=lambda name, headers: variant_name(architecture(headers)),
+        config=transformer_config,
     ),
     "video_transformer": CheckpointKind(
         title="SANA-Video transformer",
@@ -69,16 +89,21 @@ KINDS = {
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
         folder="transformer",
         classes=("SanaVideoTransformer3DModel",),
-        fields=VIDEO,
+        fields=VIDEO_FIELDS,
         tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
+        variant=video_name,
+        config=video_config,
+        is_video=True,
     ),
     "controlnet": CheckpointKind(
         title="SANA ControlNet",
         wanted="a SANA ControlNet",
         remedy="get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
         classes=("SanaControlNetModel",),
-        fields=TRANSFORMER,
+        fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
+        variant=lambda name, headers: controlnet_name(architecture(headers)),
+        config=controlnet_config,
     ),
     "autoencoder": CheckpointKind(
         title="DC-AE",
@@ -86,8 +111,12 @@ KINDS = {
         remedy="get dc-ae-f32c32-sana-1.1-diffusers from mit-han-lab on Hugging Face",
         folder="vae",
         classes=("AutoencoderDC",),
-        fields=AUTOENCODER,
+        fields=AUTOENCODER_FIELDS,
         tensors={"decoder.conv_in.weight": 4},
+        variant=lambda name, headers: (
+            f"dc-ae-{'lite-' * is_lite(headers)}f32c{headers['decoder.conv_in.weight'].shape[1]}"
+        ),
+        config=lambda name, headers: autoencoder_config(headers),
     ),
     "video_autoencoder": CheckpointKind(
         title="video VAE",
@@ -95,8 +124,10 @@ KINDS = {
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face, whole",
         folder="vae",
         classes=("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
-        fields=VIDEO_AUTOENCODER,
+        fields=VIDEO_AUTOENCODER_FIELDS,
         drops_unknown=True,
+        variant=lambda name, headers: "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1",
+        is_video=True,
     ),
     "text_encoder": CheckpointKind(
         title="Gemma 2 text encoder",
@@ -104,7 +135,7 @@ KINDS = {
         remedy="get gemma-2-2b-it from Efficient-Large-Model on Hugging Face; no account is needed",
         folder="text_encoder",
         classes=("Gemma2Model", "Gemma2ForCausalLM"),
-        fields=GEMMA,
+        fields=GEMMA_FIELDS,
         drops_unknown=True,
         tensors={
             "embed_tokens.weight": 2,
@@ -113,22 +144,21 @@ KINDS = {
             "layers.0.self_attn.q_proj.weight": 2,
             "layers.0.self_attn.k_proj.weight": 2,
         },
+        variant=lambda name, headers: GEMMA_WIDTHS.get(gemma_width(headers), f"gemma-2-custom-{gemma_width(headers)}"),
+        config=lambda name, headers: gemma_config(headers),
     ),
     "lora": CheckpointKind(title="LoRA", wanted="a LoRA", remedy="choose a LoRA trained on SANA"),
     "pipeline": CheckpointKind(title="SANA pipeline"),
 }
 # Subfolders of a diffusers folder, each once.
-FOLDERS = tuple(dict.fromkeys(row.folder for row in KINDS.values() if row.folder is not None))
+COMPONENT_FOLDERS = tuple(dict.fromkeys(row.folder for row in CHECKPOINT_KINDS.values() if row.folder is not None))
 BLOCK_NUMBER = re.compile(r"\.0*(\d+)(?=\.)", re.ASCII)
 
 
 def check_config(name: str, kind: str, config: Json) -> Json:
-    """Return the fields of `config` that the library's class for `kind` may receive. Errors name the file `name`.
-
-    Raises CheckpointError for a field out of its bounds, and for a field that makes the library run foreign code.
-    """
+    """Return the fields of `config` that the library's class for `kind` may receive. Errors name the file `name`."""
     refuse_code(name, config)
-    row = KINDS[kind]
+    row = CHECKPOINT_KINDS[kind]
     for field, check in row.fields.items():
         if field in config and not check(config[field]):
             raise CheckpointError(
@@ -139,8 +169,8 @@ def check_config(name: str, kind: str, config: Json) -> Json:
 
 
 def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
-    """Raise CheckpointError if tensors that identify the architecture are missing or misshapen, or for many blocks."""
-    for tensor, dimensions in KINDS[kind].tensors.items():
+    """Check the tensors that determine the architecture, and the number of blocks."""
+    for tensor, dimensions in CHECKPOINT_KINDS[kind].tensors.items():
         if tensor not in headers:
             raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
         shape = headers[tensor].shape
@@ -148,11 +178,8 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
             raise CheckpointError(
                 f"{name}: {tensor} is {brief(list(shape))}, expected {dimensions} dimensions; use another file"
             )
-    blocks = largest_number(headers) + 1
+    # Nine digits are enough to see that a number is too large, and quick to convert.
+    numbers = (int(digits[:9]) for digits in BLOCK_NUMBER.findall("\n".join(headers)))
+    blocks = max(numbers, default=0) + 1
     if blocks > MOST_BLOCKS:
         raise CheckpointError(f"{name}: got {blocks} blocks, expected at most {MOST_BLOCKS}; use another file")
-
-
-def largest_number(names: Iterable[str]) -> int:
-    """Return the largest number between two dots of `names`, cut to 9 digits."""
-    return max((int(digits[:9]) for digits in BLOCK_NUMBER.findall("\n".join(names))), default=0)

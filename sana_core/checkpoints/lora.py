@@ -1,4 +1,4 @@
-"""The adapter in a LoRA's file, as every way of generating reads it, and training that begins there."""
+"""Read the adapters in a LoRA's file, for generating and for a training that starts from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from ..errors import InputError
 from ..model.reference import RULES
 from ..runtime.text import Json, brief
-from . import CheckpointInfo, find_part, inspect_checkpoint
+from . import Checkpoint, find_part, inspect_checkpoint
 from .files import parse_json, read_json
 from .headers import PICKLED, read_file
-from .keys import HOLDERS, unwrapped
+from .keys import HOLDERS, WRAPPERS
 from .load import check_finite
 from .schemas import check_peft
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
-# the norms of a DoRA's rows, by PEFT's name, and of its columns, which OneTrainer has unless told otherwise
+# The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
 ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
-# what stands before a module's name: diffusers', PEFT's, nothing, ComfyUI's; and before one with underscores for its
-# dots: kohya's, OneTrainer's, SimpleTuner's
+# Prefixes of a module's name: diffusers', PEFT's, none, ComfyUI's; and of a name with underscores instead of dots:
+# kohya's, OneTrainer's, SimpleTuner's.
 DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
 FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
 # What torch.compile and FSDP insert into names with underscores, and what DDP puts before the module's name.
@@ -44,29 +44,31 @@ LEAF = re.compile(
     r"|\.(?:oft_blocks|rescale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight))$"
 )
 SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
-# of the factors, those whose rows are the rank
+# The factors whose number of rows is the rank.
 RANKED = ("lora_A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 TWICE = "its weight has another layer in the file"
-# diffusers' name of PEFT's settings in the file's metadata, and PEFT's own file of them beside its weights
+# The key of PEFT's settings in the metadata of diffusers, and PEFT's two files in a folder.
 IN_FILE, BESIDE = "lora_adapter_metadata", ("adapter_model.safetensors", "adapter_config.json")
 PEFT_NAMES = {"alpha": ("lora_alpha", "alpha"), "rank": ("r",)}
-# of the layers that do not fit, and characters of them all
+# Layers in a list of misfits, and characters of the list.
 SHOWN, LONGEST = 3, 240
 
 
 class Adapter(NamedTuple):
-    """What a file has for one layer: tensors by their parts, and what the product of its matrices is scaled by."""
+    """The tensors of one layer by their parts, and the factor of the product of its matrices."""
 
     parts: Tensors
     scale: float = 1.0
 
 
 class FileAdapters(NamedTuple):
-    """What a file has for a model: adapters by layer; and by the file's own names of layers the tensors of other layers
-    and other kinds of adapters, and what is wrong with adapters that do not fit."""
+    """The content of a file."""
 
+    # By layer of the model.
     adapters: dict[str, Adapter]
+    # By layer name in the file: tensors of other layers and of other kinds of adapters.
     others: dict[str, Tensors]
+    # By layer name in the file: why the adapter does not fit.
     misfits: dict[str, str]
 
 
@@ -74,7 +76,7 @@ class FileAdapters(NamedTuple):
 def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, float]]) -> None:
     """Add the adapters of `loras`, pairs of a file and its strength, to the weights of `transformer`.
 
-    On the meta device only names and shapes are checked. Raises as `read_whole` does.
+    On the meta device only names and shapes are checked.
     """
     weights = layer_weights(transformer)
     for file, strength in loras:
@@ -90,50 +92,44 @@ def layer_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, Adapter]:
-    """Return the adapters that `file` has for weights of `shapes`, both by layer.
-
-    Raises InputError where a layer of the file does not fit or has another kind of adapter, CheckpointError for
-    numbers that are not finite, and CheckpointError, MissingFileError or ReadError for what is no LoRA.
-    """
-    info = find_part(inspect_checkpoint(file), "lora")
+    """Return {layer: adapter} of `file`. `shapes` has the shape of each layer's weight."""
+    checkpoint = find_part(inspect_checkpoint(file), "lora")
     # A file that does not fit may have gigabytes, so shapes are compared before they are read.
-    whole_adapters(info, without_values(info), shapes)
-    return whole_adapters(info, read_file(info.path), shapes)
+    whole_adapters(checkpoint, without_values(checkpoint), shapes)
+    return whole_adapters(checkpoint, read_file(checkpoint.path), shapes)
 
 
-def without_values(info: CheckpointInfo) -> Tensors:
-    """Return the tensors of the file `info` on the meta device. Single numbers are read, because they may be alphas."""
-    if info.path.suffix.lower() in PICKLED:
-        return read_file(info.path)
-    headers = info.weights.headers
+def without_values(checkpoint: Checkpoint) -> Tensors:
+    """Return the file's tensors on the meta device. Tensors of one number are read, because they may be alphas."""
+    if checkpoint.path.suffix.lower() in PICKLED:
+        return read_file(checkpoint.path)
+    headers = checkpoint.weights.headers
     tensors = {name: torch.empty(header.shape, dtype=header.dtype, device="meta") for name, header in headers.items()}
-    return tensors | read_file(info.path, {name for name, header in headers.items() if math.prod(header.shape) == 1})
+    return tensors | read_file(
+        checkpoint.path, {name for name, header in headers.items() if math.prod(header.shape) == 1}
+    )
 
 
 def whole_adapters(
-    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Adapter]:
-    """Return {layer: adapter} of the `tensors` of the file `info`. `shapes` has the shape of each layer's weight.
-
-    Raises InputError where a layer does not fit or has another kind of adapter, and as `read_adapters` does.
-    """
-    adapters, unknown_layers, misfits = read_adapters(info, tensors, shapes)
+    """Return {layer: adapter} of a file with `tensors`. `shapes` has the shape of each layer's weight."""
+    adapters, unknown_layers, misfits = read_adapters(checkpoint, tensors, shapes)
     for name, unknown in unknown_layers.items():
         misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
     if misfits:
-        raise misfit_error(info.name, len(adapters) + len(misfits), misfits)
+        raise misfit_error(checkpoint.name, len(adapters) + len(misfits), misfits)
     return adapters
 
 
 def read_adapters(
-    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> FileAdapters:
-    """Group the `tensors` of the file `info` into adapters for the layers of `shapes`, other layers, and misfits.
+    """Group the `tensors` of a file into adapters for the layers of `shapes`, other layers, and misfits.
 
-    Raises CheckpointError for numbers that are not finite, and for PEFT's settings where they cannot be followed. On
-    the meta device only shapes are compared.
+    On the meta device only shapes are compared.
     """
-    settings, known = peft_settings(info), written_names(shapes)
+    settings, known = peft_settings(checkpoint), written_names(shapes)
     found = FileAdapters({}, {}, {})
     for written, own in split_layers(tensors).items():
         layer, parts = known.get(written) or known.get(unwrapped_layer(written)), parts_of(own)
@@ -142,7 +138,7 @@ def read_adapters(
             continue
         for key, tensor in own.items():
             if not tensor.is_meta:
-                check_finite(info.name, key, tensor)
+                check_finite(checkpoint.name, key, tensor)
         try:
             adapter = adapter_of(parts, layer, shapes[layer], settings)
         except (KeyError, IndexError, RuntimeError):
@@ -182,7 +178,7 @@ def written_names(layers: Iterable[str]) -> dict[str, str]:
 
 def unwrapped_layer(name: str) -> str:
     """Return the name of a layer in a file without what torch.compile, DDP, FSDP and PEFT add to it."""
-    return HOLDERS.sub("", FLAT_HOLDERS.sub(r"\1", FLAT_WRAPPERS.sub("", unwrapped(name))))
+    return HOLDERS.sub("", FLAT_HOLDERS.sub(r"\1", FLAT_WRAPPERS.sub("", WRAPPERS.sub("", name))))
 
 
 def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
@@ -306,18 +302,15 @@ def of_layer(settings: Json, field: str, layer: str) -> float | None:
     return next((settings[name] for name in PEFT_NAMES[field] if settings.get(name) is not None), None)
 
 
-def peft_settings(info: CheckpointInfo) -> Json:
-    """Return the settings that PEFT wrote beside the file, or diffusers into it, none where they did not.
-
-    Raises CheckpointError for settings that are not PEFT's, or of adapters that are not read here.
-    """
-    if beside := peft_file(info.path):
+def peft_settings(checkpoint: Checkpoint) -> Json:
+    """Return PEFT's settings: from the file beside the weights, or from the metadata that diffusers wrote, or {}."""
+    if beside := peft_file(checkpoint.path):
         settings = read_json(beside)
     else:
         prefix = "transformer."
-        written = parse_json(info.weights.metadata.get(IN_FILE, "{}"), f"{info.name}: {IN_FILE}")
+        written = parse_json(checkpoint.weights.metadata.get(IN_FILE, "{}"), f"{checkpoint.name}: {IN_FILE}")
         settings = {key.removeprefix(prefix): value for key, value in written.items() if key.startswith(prefix)}
-    check_peft(info.name, settings)
+    check_peft(checkpoint.name, settings)
     return settings
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..runtime.text import brief, shown
-from .files import REDOWNLOAD, START, check_start, opened
+from .files import REDOWNLOAD, opened
 
 LARGEST_PICKLE = 16_000_000
 # of the pickle; a tensor takes about 25
@@ -104,7 +104,7 @@ def read_pickled(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of NVIDIA's .pth, mapped into memory, or in memory of their own. `names` selects some of them.
 
-    With `ema`, they are the moving average of the weights. Raises as `list_pickled` does.
+    `ema`: return the moving average of the weights.
     """
     wanted = list_pickled(file, ema).tensors
     tensors: dict[str, torch.Tensor] = {}
@@ -144,12 +144,7 @@ def read_storage(file: Path, stream: BufferedReader, storage: Storage) -> torch.
 
 
 def list_pickled(file: Path, ema: bool = False) -> PickledWeights:
-    """Return where the weights of a .pth are, or with `ema` their moving average.
-
-    Raises CheckpointError where the archive is broken, has no weights, or names anything but tensors and numpy arrays,
-    and where torch is older than 2.6, which is not supported; MissingFileError for a file that is gone, ReadError where
-    the disk refuses.
-    """
+    """Return the positions of the weights in a .pth, or with `ema` of their moving average."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
         raise CheckpointError(
             f"{shown(file)}: got torch {torch.__version__}, expected 2.6 or newer for .pth; use .safetensors"
@@ -183,11 +178,7 @@ def list_pickled(file: Path, ema: bool = False) -> PickledWeights:
 
 
 def open_archive(file: Path, stream: BufferedReader, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the pickle of a .pth of `size` bytes, and where its storages begin and how many bytes they have, by key.
-
-    Raises CheckpointError unless it is a zip of stored members.
-    """
-    check_start(file, stream.read(START))
+    """Return the pickle of a .pth of `size` bytes, and {key: (first byte, bytes)} of its storages."""
     # The archive has to end with its table, so that no other program finds another table.
     stream.seek(max(size - ARCHIVE_END_SIZE, 0))
     if not stream.read(len(ARCHIVE_END)) == ARCHIVE_END:

@@ -1,6 +1,6 @@
-"""What the JSON beside a model's weights may say, and what its tensors must be, before a library builds from them.
+"""The accepted values of each field in the JSON files of a model. A library builds a module from these fields.
 
-The bounds are far above the released models and far below what takes a minute or a gigabyte to build.
+The bounds are far above the released models and far below a module that takes a minute or a gigabyte to build.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..model.known_models import SPRINT
 from ..model.latents import CHANNELS
 from ..runtime.text import Json, brief, shown
 from ..sampling.samplers import SAMPLERS
-from .files import REDOWNLOAD, read_json
+from .files import read_json
 
 Check = Callable[[Any], bool]
 MOST_BLOCKS = 256
 LARGEST_WIDTH = 65536
-# latent cells along a side: 8192 pixels
+# Latent cells of a side: 8192 pixels.
 MOST_CELLS = 256
-# of NVIDIA's "flow_shift", 3 or 6 in the released models
-SHIFTS = (0.01, 100.0)
+# The bounds of a shift. The released models have 3 or 6.
+SHIFT_RANGE = (0.01, 100.0)
 
 
 def whole(low: int, high: int) -> Check:
@@ -73,7 +73,7 @@ def table(value: object) -> bool:
 
 
 def patterns(value: object) -> bool:
-    """Whether `value` has numbers by regular expressions that match any name quickly, for a file says which."""
+    """Whether `value` maps regular expressions, which must match any name quickly, to numbers."""
 
     def quick(pattern: str) -> bool:
         try:
@@ -82,12 +82,12 @@ def patterns(value: object) -> bool:
             return False
         return len(pattern) <= 200 and len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern)
 
-    return type(value) is dict and len(value) <= 500 and all(quick(key) and FACTOR(own) for key, own in value.items())
+    return type(value) is dict and len(value) <= 500 and all(quick(key) and FACTOR(one) for key, one in value.items())
 
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
-# the arguments of diffusers' and transformers' classes
-TRANSFORMER = {
+# Arguments of the classes in diffusers and transformers.
+TRANSFORMER_FIELDS = {
     "in_channels": WIDTH,
     "out_channels": optional(WIDTH),
     "num_attention_heads": WIDTH,
@@ -109,33 +109,33 @@ TRANSFORMER = {
     "guidance_embeds_scale": FACTOR,
     "qk_norm": optional(word),
     "timestep_scale": FACTOR,
-    # what a saved MODEL adds to the library's
-    "flow_shift": number(*SHIFTS),
+    # Fields that this package adds to a saved MODEL.
+    "flow_shift": number(*SHIFT_RANGE),
     "latent_scale": FACTOR,
     "sampler": lambda value: value in SAMPLERS and value != SPRINT,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
-VIDEO = TRANSFORMER | {
+VIDEO_FIELDS = TRANSFORMER_FIELDS | {
     "patch_size": several(3, whole(1, 16)),
     # The library fills a table of this many rows and a head's channels.
     "attention_head_dim": whole(6, 1024),
     "rope_max_seq_len": whole(1, 4096),
 }
-SIDE = {
+STAGE_FIELDS = {
     "block_types": lambda value: word(value) or each(word)(value),
     "block_out_channels": each(WIDTH),
     "layers_per_block": each(whole(0, MOST_BLOCKS), 16),
     "qkv_multiscales": each(each(whole(1, 63), 16)),
 }
-AUTOENCODER = {
+AUTOENCODER_FIELDS = {
     "in_channels": WIDTH,
     "latent_channels": WIDTH,
     "attention_head_dim": WIDTH,
-    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in SIDE.items()},
+    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in STAGE_FIELDS.items()},
     "upsample_block_type": word,
     "downsample_block_type": word,
-    "decoder_norm_types": SIDE["block_types"],
-    "decoder_act_fns": SIDE["block_types"],
+    "decoder_norm_types": STAGE_FIELDS["block_types"],
+    "decoder_act_fns": STAGE_FIELDS["block_types"],
     "encoder_out_shortcut": flag,
     "decoder_in_shortcut": flag,
     "decoder_conv_act_fn": word,
@@ -143,7 +143,7 @@ AUTOENCODER = {
 }
 # The arguments of AutoencoderKLWan, then of AutoencoderKLLTX2Video. Fields that change the size of a latent or a video
 # have the values of the released models.
-VIDEO_AUTOENCODER = {
+VIDEO_AUTOENCODER_FIELDS = {
     "base_dim": WIDTH,
     "decoder_base_dim": optional(WIDTH),
     "z_dim": same(16),
@@ -184,7 +184,7 @@ VIDEO_AUTOENCODER = {
     "spatial_compression_ratio": same(None, 32),
     "temporal_compression_ratio": same(None, 8),
 }
-GEMMA = {
+GEMMA_FIELDS = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": WIDTH,
     "intermediate_size": whole(1, 10 * LARGEST_WIDTH),
@@ -213,13 +213,13 @@ GEMMA = {
     "final_logit_softcapping": optional(number(1e-3, 1e6)),
     "attn_logit_softcapping": optional(number(1e-3, 1e6)),
     "use_bidirectional_attention": optional(flag),
-    # what a saved CLIP adds to the library's
+    # The field that this package adds to a saved CLIP.
     "reference": word,
 }
-# what PEFT says of an adapter, and in words; adapters that begin in other ways change the model's own weights too
+# Accepted values of adapter_config.json and their descriptions. Other init methods also change the base weights.
 ABOVE_ZERO = (FACTOR, "a number above 0")
 PATTERNS = (patterns, "a table of numbers above 0 by simple patterns")
-PEFT: dict[str, tuple[Check, str]] = {
+PEFT_FIELDS: dict[str, tuple[Check, str]] = {
     "peft_type": (lambda value: value in ("LORA", "LOHA", "LOKR"), "LORA, LOHA or LOKR"),
     "r": ABOVE_ZERO,
     "lora_alpha": ABOVE_ZERO,
@@ -242,35 +242,8 @@ def refuse_code(name: str, config: Json) -> None:
         )
 
 
-# The field of the shift in the configuration of each of diffusers' scheduler classes.
-SHIFT_FIELDS = {
-    "DPMSolverMultistepScheduler": "flow_shift",
-    "FlowMatchEulerDiscreteScheduler": "shift",
-    "FlowMatchHeunDiscreteScheduler": "shift",
-    "UniPCMultistepScheduler": "flow_shift",
-}
-
-
-def read_shift(file: Path) -> float | None:
-    """Return the shift in a scheduler's configuration, None where it has none.
-
-    Raises CheckpointError for a file that is no JSON object or has a shift out of bounds, ReadError where the disk
-    refuses.
-    """
-    config = read_json(file)
-    field = SHIFT_FIELDS.get(str(config.get("_class_name")))
-    # diffusers ignores the other field of the two, and has the default 1.
-    shift = config.get("flow_shift", config.get("shift")) if field is None else config.get(field, 1.0)
-    if shift is not None and not number(*SHIFTS)(shift):
-        raise CheckpointError(
-            f"{shown(file)}: its shift is {brief(shift)}, expected a number from {SHIFTS[0]} to {SHIFTS[1]}; "
-            f"{REDOWNLOAD}"
-        )
-    return shift
-
-
 def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
-    """Return the colours that previews show latents in: factors [32][3] and bias [3]. Raises CheckpointError."""
+    """Return the factors [32][3] and the bias [3] that turn a latent into the colours of a preview."""
     content = read_json(file)
     factors: Any = content.get("rgb_factors")
     bias: Any = content.get("rgb_bias")
@@ -282,7 +255,7 @@ def read_preview(file: Path) -> tuple[list[list[float]], list[float]]:
 
 
 def check_peft(name: str, settings: Json) -> None:
-    """Raise CheckpointError for PEFT's settings of an adapter that are broken, or mean more than its tensors say."""
-    for field, (check, expected) in PEFT.items():
+    """Raise CheckpointError for settings of PEFT that are broken or that the tensors do not contain."""
+    for field, (check, expected) in PEFT_FIELDS.items():
         if not optional(check)(settings.get(field)):
             raise CheckpointError(f"{name}: {field} is {brief(settings[field])}, expected {expected}; use another file")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.notes import checkpoint_notes
-from ..checkpoints.parts import describe
+from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..checkpoints.generation import checkpoint_notes
 from .options import path_of
 
 EXAMPLE = """example:
@@ -28,9 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
             sys.stdout.write(f"  {note}\n")
 
 
-def sentence(info: CheckpointInfo) -> str:
+def sentence(info: Checkpoint) -> str:
     """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
-    words = [describe(info)]
+    words = [info.description]
     if info.resolution is not None:
         words.append(f"{info.resolution} px ({info.resolution_from})")
     if info.layout:

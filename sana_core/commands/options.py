@@ -12,7 +12,7 @@ from ..batch.local import local_devices
 from ..batch.pipeline import DTYPES, SamplingSettings
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.checkpoint import Source
-from ..checkpoints.schedulers import scheduler_of, unavailable_notes
+from ..checkpoints.generation import scheduler_of
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
@@ -164,7 +164,7 @@ def show_scheduler(checkpoint: Source) -> None:
     """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
     for part in inspect_checkpoint(checkpoint).parts:
         if part.kind == "transformer":
-            for line in unavailable_notes(scheduler_of(part)):
+            for line in scheduler_of(part).notes:
                 show_status(line)
 
 

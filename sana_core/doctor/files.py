@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints import CheckpointInfo, inspect_checkpoint
-from ..checkpoints.fingerprint import weight_files
+from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..checkpoints.fingerprint import files_of
 from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
-from ..checkpoints.parts import describe
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
 from .arithmetic import BUNDLED
@@ -50,7 +49,7 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
                 continue
             found.append(info)
             if info.kind != "lora":
-                report.note(SECTION, candidate.name, f"{describe(info)}, {info.size / 1e9:.3f} GB")
+                report.note(SECTION, candidate.name, f"{info.description}, {info.size / 1e9:.3f} GB")
     describe_loras(report, found)
     if others:
         report.note(SECTION, "files of other models", str(others))
@@ -58,7 +57,7 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
     for info in sana:
         tokenizers = info.path.glob("**/tokenizer.[jm]*") if info.path.is_dir() else ()
         # a pipe would be waited for
-        for file in sorted(file for file in {*weight_files(info), *tokenizers} if file.is_file()):
+        for file in sorted(file for file in {*files_of(info), *tokenizers} if file.is_file()):
             check_digest(report, info, file)
 
 
@@ -98,7 +97,7 @@ def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]
                 waiting += reversed(children)
 
 
-def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
+def check_digest(report: Report, info: Checkpoint, file: Path) -> None:
     """Add a line with the SHA-256 of `file`, and the name of the published file that it is."""
     inside = info.path.is_dir()
     what = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
@@ -115,7 +114,7 @@ def check_digest(report: Report, info: CheckpointInfo, file: Path) -> None:
         report.note(SECTION, what, f"{digest}, {size} bytes: not among those that we know{known}")
 
 
-def describe_loras(report: Report, found: Sequence[CheckpointInfo]) -> None:
+def describe_loras(report: Report, found: Sequence[Checkpoint]) -> None:
     """Add a line for each LoRA of SANA: which of the transformers here, the bundled one among them, it fits.
 
     Only headers are read. A LoRA of another model is no fault, so those LoRAs are counted.
@@ -140,7 +139,7 @@ def describe_loras(report: Report, found: Sequence[CheckpointInfo]) -> None:
         report.note(SECTION, "LoRAs of other models", str(others))
 
 
-def fit_of(info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> str:
+def fit_of(info: Checkpoint, transformers: Sequence[Checkpoint]) -> str:
     """Return the variants of `transformers` that a LoRA fits, or why it fits none of them. Compares shapes only."""
     variants, reason = list[str](), "no model is here"
     for part in transformers:
@@ -157,7 +156,7 @@ def fit_of(info: CheckpointInfo, transformers: Sequence[CheckpointInfo]) -> str:
     return f"fits {', '.join(dict.fromkeys(variants))}" if variants else f"fits no model here: {reason}"
 
 
-def has_layers_of_sana(info: CheckpointInfo) -> bool:
+def has_layers_of_sana(info: Checkpoint) -> bool:
     """Whether the LoRA changes a layer that SANA's transformers have by name."""
     names = written_names(
         f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")

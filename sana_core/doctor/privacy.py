@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoints.kinds import FOLDERS
+from ..checkpoints.kinds import COMPONENT_FOLDERS
 from ..model.known_models import DEMO_MODEL
 from ..runtime.text import brief
 
@@ -38,7 +38,7 @@ SECRET = re.compile(
 USUAL_FOLDERS = {
     *("checkpoints", "clip", "clip_vision", "controlnet", "diffusers", "diffusion_models", "loras", "models"),
     *("text_encoders", "unet", "upscale_models", "vae_approx"),
-    *FOLDERS,
+    *COMPONENT_FOLDERS,
     *("scheduler", "tokenizer", "demo", DEMO_MODEL),
 }
 

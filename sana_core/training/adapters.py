@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.headers import write_tensors
 from ..checkpoints.lora import (
     COLUMNS,
     ROWS,
@@ -28,7 +29,6 @@ from ..checkpoints.lora import (
     read_whole,
     split_layers,
 )
-from ..checkpoints.tensor_files import write_tensors
 from ..errors import InputError, VersionError
 from ..runtime.atomic_files import digest_of
 from ..runtime.text import shown

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..checkpoints.fingerprint import file_stat
+from ..checkpoints.fingerprint import size_and_times
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import digest_of, read_small, write_whole
@@ -411,7 +411,7 @@ class Digests:
     def of(self, place: FileRange, name: str) -> str:
         """Return the digest of the bytes at `place`. Errors call them `name`."""
         try:
-            stat = file_stat(place.file)
+            stat = size_and_times(place.file)
         except OSError:
             # Reading it raises an error that names the image.
             return digest_of(read_range(place, name))

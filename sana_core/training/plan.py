@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints import CheckpointInfo, find_part, inspect_checkpoint
+from ..checkpoints import Checkpoint, find_part, inspect_checkpoint
 from ..checkpoints.configs import architecture
 from ..checkpoints.load import build_module
 from ..decode.plan import Planner
@@ -94,10 +94,10 @@ def read_base(settings: TrainingSettings) -> Base:
     Raises CheckpointError, MissingFileError or ReadError for what is no SANA or not all of one.
     """
 
-    def part(kind: str) -> CheckpointInfo:
+    def part(kind: str) -> Checkpoint:
         return find_part(inspect_checkpoint(settings.source(kind)), kind)
 
-    def shapes(info: CheckpointInfo) -> Shapes:
+    def shapes(info: Checkpoint) -> Shapes:
         return {name: header.shape for name, header in info.headers.items()}
 
     transformer, image = part("transformer"), part("autoencoder")

@@ -11,7 +11,8 @@ from platform import node
 from typing import Any, get_type_hints
 
 from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.load import build_module, shift_of
+from ..checkpoints.generation import shift_of
+from ..checkpoints.load import build_module
 from ..errors import InputError
 from ..model.known_models import TransformerConfig
 from ..runtime.text import Json, brief

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoints.fingerprint import digest_json
-from ..checkpoints.tensor_files import write_tensors
+from ..checkpoints.headers import write_tensors
 from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
 from ..runtime.atomic_files import (
     digest_file,

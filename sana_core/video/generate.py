@@ -11,7 +11,8 @@ from ..batch.pipeline import DTYPES, check_prompts
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
 from ..checkpoints.checkpoint import Source
-from ..checkpoints.load import config_of, shift_of
+from ..checkpoints.generation import shift_of
+from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward_inputs import Constants
 from ..model.known_models import VIDEO_FRAMES, VIDEOS, Defaults, model_defaults

@@ -12,10 +12,10 @@ from ..errors import CheckpointError
 from ..model.known_models import VIDEOS
 
 if TYPE_CHECKING:
-    from ..checkpoints import CheckpointInfo
+    from ..checkpoints import Checkpoint
 
 
-def check_parts(info: CheckpointInfo, transformer: CheckpointInfo) -> None:
+def check_parts(info: Checkpoint, transformer: Checkpoint) -> None:
     """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
     vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
     expected = VIDEOS[transformer.headers["patch_embedding.weight"].shape[1]].vae
@@ -31,7 +31,7 @@ def check_parts(info: CheckpointInfo, transformer: CheckpointInfo) -> None:
 
 
 def load_video_autoencoder(
-    info: CheckpointInfo, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    info: Checkpoint, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return the video VAE in `info`, and the mean and the standard deviation [C, 1, 1, 1] of its latents.
 
@@ -47,7 +47,7 @@ def load_video_autoencoder(
     return module.to(device, dtype), mean, std
 
 
-def find_video_autoencoder(info: CheckpointInfo) -> CheckpointInfo:
+def find_video_autoencoder(info: Checkpoint) -> Checkpoint:
     """Return the video VAE in `info`. Raises CheckpointError unless diffusers' configuration is beside it."""
     part = find_part(info, "video_autoencoder")
     if part.layout != "diffusers" or part.config is None:

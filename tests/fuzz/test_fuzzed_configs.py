@@ -14,7 +14,7 @@ import sana_core
 from sana_core.batch.folder import OutputFolder
 from sana_core.batch.plan import batch_images
 from sana_core.batch.png import encode_png
-from sana_core.checkpoints.load import shift_of
+from sana_core.checkpoints.generation import shift_of
 from sana_core.checkpoints.schemas import read_preview
 from sana_core.runtime.folder_lock import Holder, hold, read_record
 

@@ -10,7 +10,7 @@ from noise import noise_like
 import sana_core
 from sana_core import encode_prompts, load_text_encoder, load_transformer
 from sana_core.checkpoints import inspect_checkpoint
-from sana_core.checkpoints.load import latent_scale
+from sana_core.checkpoints.generation import latent_scale
 from sana_core.model.latents import noise_stream
 from sana_core.sampling.guidance import PerturbedAttention, denoiser
 from sana_core.sampling.samplers import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm

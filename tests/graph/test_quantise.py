@@ -74,7 +74,7 @@ def test_attention_and_feed_forward_are_quantised_and_nothing_else(load, form):
         else:
             assert torch.equal(patcher.model.diffusion_model.get_parameter(name), weight)
     assert patcher.model_size() < 0.4 * plain.model_size()
-    assert f"quantised to {form}" in pack("nodes.host.loading.load_model").model_text(patcher)
+    assert f"quantised to {form}" in patcher.model.model_config.text
 
 
 @pytest.mark.parametrize("form", ALL)

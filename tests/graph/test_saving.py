@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sana_core import inspect_checkpoint
+from sana_core.checkpoints.generation import scheduler_of
 from sana_core.checkpoints.headers import read_file
-from sana_core.checkpoints.schedulers import scheduler_of
 
 BUNDLED = "sana-tiny"
 DRAWN = {"sampler": "flow_dpmpp_2m", "steps": 3}

@@ -19,7 +19,7 @@ from transformers import Gemma2Model
 import sana_core
 from sana_core.checkpoints import headers
 from sana_core.checkpoints.headers import read_file
-from sana_core.checkpoints.load import fill
+from sana_core.checkpoints.load import fill_module
 
 LOADERS = {
     "transformer": (sana_core.load_transformer, SanaTransformer2DModel),
@@ -364,7 +364,7 @@ def test_fill_drops_each_tensor_once_it_is_converted():
         alive.append(sum(reference() is not None for reference in references))
         return torch.bfloat16
 
-    fill(module, tensors, "model", dtype_of)
+    fill_module(module, tensors, "model", dtype_of)
     # The tensor that is being converted has no other owner any more.
     assert max(count + index for index, count in enumerate(alive)) <= 16
     assert not tensors and module[3].weight.dtype == torch.bfloat16

@@ -8,8 +8,7 @@ import torch
 from transformers import Gemma2Config, Gemma2Model
 
 import sana_core
-from sana_core.checkpoints.load import shift_of
-from sana_core.checkpoints.notes import LOWER_CASE, checkpoint_notes
+from sana_core.checkpoints.generation import LOWER_CASE, checkpoint_notes, shift_of
 
 
 def put_config(folder, model):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sana_core import CheckpointError, MissingFileError, ReadError
 from sana_core.checkpoints.files import opened, parse_json, read_bytes
-from sana_core.checkpoints.tensor_files import write_tensors
+from sana_core.checkpoints.headers import write_tensors
 from sana_core.runtime.text import brief
 
 

@@ -14,7 +14,7 @@ from transformers import Gemma2Config
 
 import sana_core
 from sana_core.checkpoints import headers, schemas
-from sana_core.checkpoints.load import shift_of
+from sana_core.checkpoints.generation import shift_of
 
 # older transformers leave layer types unread
 NEWER = pytest.mark.skipif(not hasattr(Gemma2Config(), "layer_types"), reason="has no layer types")

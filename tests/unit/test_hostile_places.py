@@ -8,7 +8,7 @@ from hostile import TENSORS, refused
 
 import sana_core
 from sana_core import CheckpointError, MissingFileError, ReadError, SanaError
-from sana_core.checkpoints.load import shift_of
+from sana_core.checkpoints.generation import shift_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3209\n"
 PLACES = [

@@ -14,8 +14,7 @@ from transformers import CLIPTokenizer, GemmaTokenizer
 
 import sana_core
 from sana_core.batch.scorer import load_scorer
-from sana_core.checkpoints.tokenizer import sentencepiece_tokenizer
-from sana_core.checkpoints.tokenizer_schema import check_sentencepiece, checked_tokenizer
+from sana_core.checkpoints.tokenizer import check_sentencepiece, checked_tokenizer, sentencepiece_tokenizer
 from sana_core.errors import CheckpointError
 
 

@@ -11,7 +11,8 @@ from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints import find_part
-from sana_core.checkpoints.load import build_module, latent_scale, shift_of
+from sana_core.checkpoints.generation import latent_scale, shift_of
+from sana_core.checkpoints.load import build_module
 from sana_core.memory import transformer_parameters
 from sana_core.model.known_models import VARIANTS, Architecture, variant_name
 

@@ -24,7 +24,7 @@ from demo.layout import apart, lay_out
 from demo.painting import paint, paint_placed
 from sana_core.batch.scorer import load_scorer
 from sana_core.checkpoints import find_part, inspect_checkpoint, load_text_encoder
-from sana_core.checkpoints.load import shift_of
+from sana_core.checkpoints.generation import shift_of
 from sana_core.model.text import encode_prompts
 from sana_core.runtime.image_files import levels
 from sana_core.training.dataset import check_controls, read_dataset

@@ -14,7 +14,7 @@ import pytest
 from accelerate import init_empty_weights
 
 import sana_core
-from sana_core.checkpoints.kinds import KINDS
+from sana_core.checkpoints.kinds import CHECKPOINT_KINDS
 
 WIDTH, HIDDEN = 2240, 6720
 
@@ -152,7 +152,7 @@ def test_a_file_of_the_family_is_named_by_each_loader(tmp_path, released):
     assert (info.kind, info.variant) == ("other", label)
     for kind, load in LOADERS.items():
         with pytest.raises(
-            ValueError, match=f"not {KINDS[kind].wanted}: found {re.escape(label)}; get .* Hugging Face"
+            ValueError, match=f"not {CHECKPOINT_KINDS[kind].wanted}: found {re.escape(label)}; get .* Hugging Face"
         ):
             load(file)
 

@@ -11,8 +11,7 @@ from tiny import library_pipeline
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from sana_core.checkpoints.load import shift_of
-from sana_core.checkpoints.notes import LOWER_CASE, checkpoint_notes
+from sana_core.checkpoints.generation import LOWER_CASE, checkpoint_notes, shift_of
 
 EULER, DPM = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
 HEUN = "FlowMatchHeunDiscreteScheduler"

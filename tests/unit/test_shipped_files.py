@@ -24,7 +24,7 @@ CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
 # (file, function, method) of the calls that a reader has checked. Both build a class that this package names, from a
 # configuration that `check_config` has read, and read no file.
 CHECKED_LOOKUPS = {
-    ("sana_core/checkpoints/load.py", "construct", "from_config"),
+    ("sana_core/checkpoints/load.py", "build_module", "from_config"),
 }
 
 

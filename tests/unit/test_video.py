@@ -21,7 +21,7 @@ from video_models import MODELS, scheduler, transformer
 
 import sana_core
 from sana_core.checkpoints.convert import convert_checkpoint
-from sana_core.checkpoints.load import shift_of, text_reference
+from sana_core.checkpoints.generation import shift_of, text_reference
 from sana_core.model.known_models import VIDEO_DEFAULTS, model_defaults
 from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
 from sana_core.model.text import instruction_text

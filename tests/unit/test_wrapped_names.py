@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 import sana_core
 from sana_core import CheckpointError, InputError
 from sana_core.__main__ import main
+from sana_core.checkpoints.generation import checkpoint_notes
 from sana_core.checkpoints.lora import layer_weights, merge_loras
-from sana_core.checkpoints.notes import checkpoint_notes
 
 # Before all names of a model.
 BEFORE = [

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ....sana_core.checkpoints import find_part, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
-from ....sana_core.checkpoints.load import text_reference
+from ....sana_core.checkpoints.generation import text_reference
 from ....sana_core.checkpoints.tokenizer import load_tokenizer
 from ....sana_core.errors import InputError
 from ....sana_core.model.reference import AUTO, NVIDIA
@@ -59,7 +59,7 @@ class SanaTokenizer:
         """Return the tokens of `text`: a prompt for SANA, or a request that Gemma 2 answers if `skip_template` is set.
 
         `instruction` None: a prompt gets SANA's instruction, and an empty text, which means no prompt, does not.
-        `options` are inputs for other text encoders. Raises InputError if one is an image, a video or a sound.
+        `options` are inputs for other text encoders.
         """
         check_options(options)
         if skip_template is not None:
@@ -91,10 +91,7 @@ def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> d
 
 
 def check_options(options: dict) -> None:
-    """Say under the running node which of `options`, inputs for other text encoders, have no effect on Gemma 2.
-
-    Raises InputError if one of them is an image, a video or a sound, which Gemma 2 cannot read.
-    """
+    """Say under the running node which of `options`, inputs for other text encoders, have no effect on Gemma 2."""
     for name, value in options.items():
         is_unset = value is None or (isinstance(value, (bool, str, list, tuple, dict)) and not value)
         if is_unset or name in HARMLESS:
@@ -175,21 +172,18 @@ def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor,
 
 
 def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of a checkpoint, which reads prompts as `text_reference` says.
-
-    Raises CheckpointError or MissingFileError, with the file's name, for what is no Gemma 2 with its tokenizer.
-    """
+    """Return the CLIP of a checkpoint. `reference`: how to read prompts, see `text_reference`."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
-    info = find_part(checkpoint, "text_encoder")
-    tokenizer, reading = load_tokenizer(info), text_reference(checkpoint, reference)
+    part = find_part(checkpoint, "text_encoder")
+    tokenizer, reading = load_tokenizer(part), text_reference(checkpoint, reference)
     device = comfy.model_management.text_encoder_device()
     dtype, compute = text_dtypes(device)
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
-    if info.quantised:
+    if part.quantised:
         dtype, operations = dtype or compute, comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
-    gemma = load_component(info, dtype, compute, operations)
+    gemma = load_component(part, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
         lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
         lambda **_: SanaTextModel(gemma, tokenizer),
@@ -222,8 +216,7 @@ def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:
     """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
 
-    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2. Raises InputError
-    for any other, and as `read_prompt` does.
+    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2.
     """
     reference = NVIDIA
     if isinstance(clip.tokenizer, SanaTokenizer):
@@ -244,8 +237,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Tok
 def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> tuple[list, list[str]]:
     """Return the CONDITIONING of `prompts`, one row of embeddings each, and what was cut, a line for each cut prompt.
 
-    A prompt has the same row in any list. Raises InputError for a CLIP that is not Gemma 2, and for characters that
-    cannot be encoded.
+    A prompt has the same row in any list.
     """
     rows, notes = [], []
     for number, prompt in enumerate(prompts, 1):

@@ -128,17 +128,16 @@ def control_on(control: SanaControlNet, device: torch.device, hints: dict[int, t
 def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet.ControlNet, str]:
     """Return the CONTROL_NET of the file at `path`, and a description of it. It needs SANA's VAE in Apply ControlNet.
 
-    `reference` is the implementation whose arithmetic it follows. Raises CheckpointError or MissingFileError for a file
-    that is not a SANA ControlNet, and for a reference that the file does not support.
+    `reference` is the implementation whose arithmetic it follows.
     """
     reload = reloader(load_patcher, path)
-    info = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
+    checkpoint = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()
     supported = [torch.bfloat16, torch.float32]
-    stored = comfy.model_management.unet_dtype(load_device, supported_dtypes=supported, weight_dtype=info.dtype)
+    stored = comfy.model_management.unet_dtype(load_device, supported_dtypes=supported, weight_dtype=checkpoint.dtype)
     compute = comfy.model_management.unet_manual_cast(stored, load_device, supported)
     operations = comfy.ops.pick_operations(stored, compute, load_device)
-    model = load_component(info, stored, compute, operations)
+    model = load_component(checkpoint, stored, compute, operations)
     model.__class__ = SanaControlModel
     model.compute_dtype = compute
     control = SanaControlNet(
@@ -146,14 +145,14 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
         # The hint has the size of the latent.
         compression_ratio=1,
         # pre_run() sets the format of the model. Until then, any format makes ComfyUI require a VAE.
-        latent_format=latent_format(info),
+        latent_format=latent_format(checkpoint),
         load_device=load_device,
         manual_cast_dtype=compute,
         extra_conds=["attention_mask"],
     )
     keep_on_device(control.control_model_wrapped)
     remember_loader(control.control_model_wrapped, reload, path, reference)
-    return control, f"SANA ControlNet {info.variant}, {info.layout} layout, as {info.reference} does"
+    return control, f"SANA ControlNet {checkpoint.variant}, {checkpoint.layout} layout, as {checkpoint.reference} does"
 
 
 def load_patcher(path: Path, reference: str, **ignored: object) -> ModelPatcher:

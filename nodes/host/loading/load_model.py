@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models_base
 import torch
-from diffusers import SanaVideoTransformer3DModel
 
-from ....sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
+from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.configs import hidden_width
-from ....sana_core.checkpoints.load import shift_of
-from ....sana_core.checkpoints.parts import find_transformer
+from ....sana_core.checkpoints.generation import shift_of
+from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
 from ..compat.internals import add_lora_names, remember_loader
@@ -41,46 +38,42 @@ class SanaConfig(comfy.supported_models_base.BASE):
     text_encoder_key_prefix = ["text_encoders."]
     vae_key_prefix = ["vae."]
 
-    def __init__(self, checkpoint: CheckpointInfo, info: CheckpointInfo, resolution: int | None, form: str) -> None:
-        """`info`: the transformer in `checkpoint`. `form`: the format to quantise its blocks to."""
-        is_video = info.kind == "video_transformer"
-        embedding = info.headers["patch_embedding.weight" if is_video else "patch_embed.proj.weight"]
+    def __init__(self, checkpoint: Checkpoint, part: Checkpoint, resolution: int | None, form: str) -> None:
+        """`part`: the transformer in `checkpoint`. `form`: the format to quantise its blocks to."""
+        embedding = part.headers["patch_embedding.weight" if part.is_video else "patch_embed.proj.weight"]
         inner = embedding.shape[0]
         # FreeU reads model_channels.
         super().__init__({**self.unet_config, "model_channels": inner})
-        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, info.reference)}
-        self.latent_format = video_format(embedding.shape[1]) if is_video else latent_format(checkpoint)
+        self.sampling_settings = {"shift": shift_of(checkpoint, resolution, part.reference)}
+        self.latent_format = video_format(embedding.shape[1]) if part.is_video else latent_format(checkpoint)
         # Most SANA weights overflow in fp16. Use fp16 only if the file is in fp16.
-        half = [torch.float16] if info.dtype == torch.float16 else []
+        half = [torch.float16] if part.dtype == torch.float16 else []
         self.supported_inference_dtypes = [*half, torch.bfloat16, torch.float32]
         # ComfyUI reads the format of each layer itself. It only needs to know that some are quantised.
-        self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
-        self.text = describe(info, resolution, form)
+        self.quant_config = {"mixed_ops": True} if part.quantised or form != OFF else None
+        # A line for the user.
+        self.text = describe(part, resolution, form)
         # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
-        hidden = 2 * hidden_width(info.headers)
-        cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
+        hidden = 2 * hidden_width(part.headers)
+        cell = cell_bytes(embedding, hidden) if part.is_video else 3 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
-def describe(info: CheckpointInfo, resolution: int | None, form: str) -> str:
-    """Describe the transformer `info` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
+def describe(part: Checkpoint, resolution: int | None, form: str) -> str:
+    """Describe the transformer `part` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
 
     The line omits the usual: that the size is from the configuration, and that the reference is the layout's.
     """
-    size = f"{weight_count(info) / 1e6:.1f}M" if info.variant.startswith("custom") else info.variant
-    pixels, source = (resolution, "chosen") if resolution else (info.resolution, info.resolution_from)
+    size = f"{part.parameters / 1e6:.1f}M" if part.variant.startswith("custom") else part.variant
+    pixels, source = (resolution, "chosen") if resolution else (part.resolution, part.resolution_from)
     parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
-    if info.kind == "video_transformer":
-        parts = [f"SANA-Video {info.variant.removeprefix('video-')}"]
-    parts += ["diffusers layout" if info.layout == DIFFUSERS else "NVIDIA's layout"]
-    if (info.reference == DIFFUSERS) != (info.layout == DIFFUSERS):
-        parts.append("computed as by diffusers" if info.reference == DIFFUSERS else "computed as by NVIDIA's code")
-    parts.append(str(info.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
+    if part.is_video:
+        parts = [f"SANA-Video {part.variant.removeprefix('video-')}"]
+    parts += ["diffusers layout" if part.layout == DIFFUSERS else "NVIDIA's layout"]
+    if (part.reference == DIFFUSERS) != (part.layout == DIFFUSERS):
+        parts.append("computed as by diffusers" if part.reference == DIFFUSERS else "computed as by NVIDIA's code")
+    parts.append(str(part.dtype).removeprefix("torch.") if form == OFF else f"quantised to {form}")
     return ", ".join(parts)
-
-
-def weight_count(info: CheckpointInfo) -> int:
-    return sum(math.prod(header.shape) for header in info.headers.values())
 
 
 WEIGHT_DTYPES = {
@@ -89,11 +82,6 @@ WEIGHT_DTYPES = {
     "fp8_e4m3fn_fast": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-
-
-def model_text(patcher: comfy.model_patcher.ModelPatcher) -> str:
-    """Describe a loaded model in one line for the user."""
-    return patcher.model.model_config.text
 
 
 def load_model(
@@ -107,33 +95,34 @@ def load_model(
     """Return the MODEL of a checkpoint.
 
     `weight_dtype` is one of WEIGHT_DTYPES, as in ComfyUI's own loader. `resolution` (pixels) and `reference` override
-    the checkpoint. `quantise` is one of quantise.choices(). Raises CheckpointError or MissingFileError, with the file's
-    name, if the file is not a SANA transformer, InputError for an unknown option.
+    the checkpoint. `quantise` is one of quantise.choices().
     """
     check_name("weight_dtype", weight_dtype, WEIGHT_DTYPES)
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # Before the file is read, so that a later change is noticed.
     reload = reloader(load_model, path)
-    info = follow(find_transformer(checkpoint), reference)
-    check_choice(quantise, weight_dtype, info.quantised)
-    config = SanaConfig(checkpoint, info, resolution, quantise)
+    part = follow(find_part(checkpoint, *TRANSFORMER_KINDS), reference)
+    check_choice(quantise, weight_dtype, part.quantised)
+    config = SanaConfig(checkpoint, part, resolution, quantise)
     is_quantised = config.quant_config is not None
     load_device = comfy.model_management.get_torch_device()
     supported = config.supported_inference_dtypes
     stored = WEIGHT_DTYPES[weight_dtype]
     if stored is None:
         stored = comfy.model_management.unet_dtype(
-            load_device, weight_count(info), supported, weight_dtype=None if is_quantised else info.dtype
+            load_device, part.parameters, supported, weight_dtype=None if is_quantised else part.dtype
         )
     compute = comfy.model_management.unet_manual_cast(None if is_quantised else stored, load_device, supported)
     config.set_inference_dtype(stored, compute, device=load_device)
     operations = comfy.ops.pick_operations(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
-    transformer = load_component(info, stored, compute, operations, resolution, quantise)
+    transformer = load_component(part, stored, compute, operations, resolution, quantise)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    model = model_of(transformer, config)
+    transformer.__class__ = SanaVideoDiffusionModel if part.is_video else SanaDiffusionModel
+    model = (SanaVideoModel if part.is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
+    model.diffusion_model = transformer
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())
     remember_loader(patcher, reload, path, weight_dtype, resolution, reference, quantise)
     add_lora_names(model_keys)
@@ -141,15 +130,6 @@ def load_model(
     refuse_unfit_samplers(patcher)
     fit_core_nodes(patcher)
     # SANA-Video has a mask for each prompt, so it does not share one.
-    if not isinstance(model, SanaVideoModel):
+    if not part.is_video:
         follow_reference(patcher)
     return patcher
-
-
-def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
-    """Wrap the library's `transformer` in the model class that ComfyUI's samplers call."""
-    is_video = isinstance(transformer, SanaVideoTransformer3DModel)
-    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
-    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
-    model.diffusion_model = transformer
-    return model

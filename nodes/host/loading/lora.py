@@ -62,31 +62,30 @@ def apply_lora(
 
     What sana_core reads of it is computed as the commands do; the text encoder's layers, and other kinds of adapters,
     are ComfyUI's. `tensors` are the file's, if the caller has read it. Without them, ComfyUI may map the file.
-
-    Raises InputError for a MODEL that is not SANA's and for a LoRA of which nothing fits, CheckpointError for a file
-    that is no LoRA.
     """
     transformer = require_sana(model.model).diffusion_model
-    info = find_part(inspect_checkpoint(path), "lora")
+    checkpoint = find_part(inspect_checkpoint(path), "lora")
     weights = layer_weights(transformer)
     tensors = read(path) if tensors is None else tensors
-    found, others, misfits = read_adapters(info, tensors, {name: weight.shape for name, weight in weights.items()})
-    total = len(found) + len(others) + len(misfits)
+    adapters, other_layers, misfits = read_adapters(
+        checkpoint, tensors, {name: weight.shape for name, weight in weights.items()}
+    )
+    total = len(adapters) + len(other_layers) + len(misfits)
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     shapes = shapes_of(model.model)
     if clip is not None:
         keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
         keys.update(clip_keys(clip.cond_stage_model))
         shapes.update(shapes_of(clip.cond_stage_model))
-    patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in found.items()}
-    misfits |= fitting_patches(others, keys, shapes, patches)
+    patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in adapters.items()}
+    misfits |= fitting_patches(other_layers, keys, shapes, patches)
     if not patches:
-        raise misfit_error(info.name, total, misfits)
-    report = f"{info.name}: {total - len(misfits)} of {total} layers fit"
+        raise misfit_error(checkpoint.name, total, misfits)
+    report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
     if misfits:
         report += f", not {listed(misfits)}"
         logger.warning(report)
-    if note := reference_note(info.name, info.weights.metadata, transformer.config.reference):
+    if note := reference_note(checkpoint.name, checkpoint.weights.metadata, transformer.config.reference):
         logger.warning(note)
         report += f"; {note}"
     model = model.clone()

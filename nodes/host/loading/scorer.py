@@ -60,8 +60,7 @@ def pick(latent: dict, vae: comfy.sd.VAE, loaded: HostScorer, prompt: str, best:
     """Return LATENT and IMAGE of the `best` images, the sheet of all as IMAGE, and the seeds of the best.
 
     Images are decoded at full size, because a decode of downscaled latents loses objects of the prompt. They are
-    decoded one by one, and only the best so far stay in memory. An image whose score is not finite ranks last. Raises
-    InputError for fewer images than `best`, and CheckpointError if no score is finite.
+    decoded one by one, and only the best so far stay in memory. An image whose score is not finite ranks last.
     """
     check_text("prompt", prompt)
     samples = latent["samples"]

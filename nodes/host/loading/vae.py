@@ -197,19 +197,15 @@ class SanaVAE(comfy.sd.VAE):
 
 
 def load_vae(source: Source) -> comfy.sd.VAE:
-    """Return the VAE of a checkpoint.
-
-    Raises CheckpointError or MissingFileError, with the file's name, if the file is not a SANA or SANA-Video
-    VAE.
-    """
+    """Return the VAE of a checkpoint."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
     reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
-    for part in checkpoint.parts or (checkpoint,):
+    for part in checkpoint.components:
         if part.kind == "video_autoencoder":
             return load_video_vae(part)
-    info = find_part(checkpoint, "autoencoder")
+    part = find_part(checkpoint, "autoencoder")
     device = comfy.model_management.vae_device()
     dtype = wide_dtype(device)
     vae = empty_vae(device, dtype)
@@ -220,7 +216,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     # These layers are not ComfyUI's and do not use dynamic VRAM. Strips use each weight many times, so all 0.6 GB stay
     # on the device.
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-        autoencoder = load_part(info, dtype, read)
+        autoencoder = load_part(part, dtype, read)
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 
@@ -285,7 +281,7 @@ def check_decodable(samples: torch.Tensor, vae: comfy.sd.VAE) -> None:
 
 
 def vae_path(vae: comfy.sd.VAE, reader: str) -> str:
-    """Return the checkpoint of `vae`, which `reader` loads again. Raises InputError unless it is SANA's."""
+    """Return the checkpoint of `vae`, which `reader` loads again."""
     if not isinstance(vae.first_stage_model, SanaAutoencoder):
         got = type(vae.first_stage_model).__name__
         raise InputError(f"vae: got {got}, which {reader} cannot load; use SANA Loader or SANA Load VAE")

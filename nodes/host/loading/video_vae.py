@@ -20,7 +20,7 @@ from ....sana_core.runtime.text import brief
 from .weights import read
 
 if TYPE_CHECKING:
-    from ....sana_core.checkpoints import CheckpointInfo
+    from ....sana_core.checkpoints import Checkpoint
 
 # of LTX-2's latents, and of its encoder's first layer
 CHANNELS = 128
@@ -28,18 +28,18 @@ CHANNELS = 128
 HALVED = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spatiotemporal": "compress_all_res"}
 
 
-def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
-    """Return the VAE of `info`, a file of Wan 2.1's or LTX-2's VAE in either layout. Raises CheckpointError."""
+def load_video_vae(checkpoint: Checkpoint) -> comfy.sd.VAE:
+    """Return the VAE of `checkpoint`, a file of Wan 2.1's or LTX-2's VAE in either layout."""
     try:
         with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-            if info.layout == "diffusers" and info.config is not None:
+            if checkpoint.layout == "diffusers" and checkpoint.config is not None:
                 # This checks the configuration, and compares the shapes in the header with it.
-                build_module(info)
-            tensors = read_tensors(info.weights, list(info.weights.headers), read)
-            tensors = {target: tensors[origin.name] for target, origin in info.origins.items()}
+                build_module(checkpoint)
+            tensors = read_tensors(checkpoint.weights, list(checkpoint.weights.headers), read)
+            tensors = {target: tensors[origin.name] for target, origin in checkpoint.origins.items()}
             for name, tensor in tensors.items():
-                check_finite(info.name, name, tensor)
-            return build(info, tensors)
+                check_finite(checkpoint.name, name, tensor)
+            return build(checkpoint, tensors)
     except (SanaError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -47,27 +47,30 @@ def load_video_vae(info: CheckpointInfo) -> comfy.sd.VAE:
         if is_out_of_memory(error):
             raise
         reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(f"{info.name}: builds no video VAE ({reason}); download it again") from error
+        raise CheckpointError(f"{checkpoint.name}: builds no video VAE ({reason}); download it again") from error
 
 
-def build(info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:
+def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:
     """Return ComfyUI's VAE of `tensors`, which have the names in the file."""
     config = None
-    if info.layout == "diffusers" and info.variant == "ltx-2":
-        config = ltx_config(info.config or {})
-    metadata = {"config": json.dumps({"vae": config})} if config else dict(info.weights.metadata)
-    if info.layout == "diffusers":
-        names = original_names(info, config)
+    if checkpoint.layout == "diffusers" and checkpoint.variant == "ltx-2":
+        config = ltx_config(checkpoint.config or {})
+    metadata = {"config": json.dumps({"vae": config})} if config else dict(checkpoint.weights.metadata)
+    if checkpoint.layout == "diffusers":
+        names = original_names(checkpoint, config)
         # ComfyUI leaves layers without a tensor at their random values.
-        check_names(info.name, "no", names.keys() - tensors.keys())
+        check_names(checkpoint.name, "no", names.keys() - tensors.keys())
         tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     vae = comfy.sd.VAE(sd=tensors, metadata=metadata)
     vae.throw_exception_if_invalid()
     return vae
 
 
-def original_names(info: CheckpointInfo, config: dict | None) -> dict[str, str]:
-    """Return {diffusers' name: original name} of all tensors of the VAE `info`: the library converts the other way."""
+def original_names(checkpoint: Checkpoint, config: dict | None) -> dict[str, str]:
+    """Return {diffusers' name: original name} of all tensors of a VAE like `checkpoint`.
+
+    The library only has the map from the original names to its own.
+    """
     from diffusers.loaders.single_file_utils import convert_ltx2_vae_to_diffusers, convert_wan_vae_to_diffusers
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A recognised component as a module in ComfyUI's operations, filled from its file, and what it is saved with."""
+"""Build a recognised component with ComfyUI's operations, fill it from its file, and describe it for saving."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from ....sana_core.checkpoints.detect import SAVED_CONFIG
 from ....sana_core.checkpoints.files import parse_json
 from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
-from ....sana_core.checkpoints.kinds import KINDS
-from ....sana_core.checkpoints.load import build_module, component_tensors, fill
+from ....sana_core.checkpoints.kinds import CHECKPOINT_KINDS
+from ....sana_core.checkpoints.load import build_module, component_tensors, fill_module
 from ....sana_core.errors import CheckpointError
 from ....sana_core.runtime.cancellation import Polled
 from ....sana_core.runtime.text import brief
@@ -26,7 +26,7 @@ from .layers import adopt, is_mixed, is_stored
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
 if TYPE_CHECKING:
-    from ....sana_core.checkpoints import CheckpointInfo
+    from ....sana_core.checkpoints import Checkpoint
 
 QUANTISATION = "_quantization_metadata"  # ComfyUI's key
 
@@ -45,34 +45,34 @@ def read(file: Path, names: Collection[str] | None = None, half: bool = False) -
 
 
 def load_component(
-    info: CheckpointInfo,
+    checkpoint: Checkpoint,
     weight_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
     operations: type,
     resolution: int | None = None,
     form: str = OFF,
 ) -> torch.nn.Module:
-    """Return the module of `info`, with layers of `operations`, which ComfyUI casts when they run.
+    """Return the module of `checkpoint`, with layers of `operations`, which ComfyUI casts when they run.
 
     Linear, Conv2d and Embedding have weights of `weight_dtype` (None: bf16 if it represents the file's weights exactly,
     else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
-    quantised to `form`, one of quantise.FORMATS. Raises the errors of sana_core's loaders, and CheckpointError for
-    quantised weights in the original layout, whose fused weights cannot be separated under their scales, and for
-    quantised weights of a component that runs in other operations.
+    quantised to `form`, one of quantise.FORMATS.
     """
-    if info.quantised and (info.layout == "original" or not is_mixed(operations)):
+    if checkpoint.quantised and (checkpoint.layout == "original" or not is_mixed(operations)):
         raise CheckpointError(
-            f"{info.name}: got quantised weights, which are read of transformers and text encoders with "
+            f"{checkpoint.name}: got quantised weights, which are read of transformers and text encoders with "
             "diffusers' names; use the plain file"
         )
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-        module = build_module(info, resolution)
-        tensors = component_tensors(info, read if weight_dtype else partial(read, half=True))
+        module = build_module(checkpoint, resolution)
+        tensors = component_tensors(checkpoint, read if weight_dtype else partial(read, half=True))
         stored = {name for name, child in module.named_modules() if is_stored(child)}
-        if info.quantised:
-            tensors = load_quantised(module, tensors, info, operations)
+        if checkpoint.quantised:
+            tensors = load_quantised(module, tensors, checkpoint, operations)
         wide = compute_dtype or weight_dtype
-        fill(module, tensors, info.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide)
+        fill_module(
+            module, tensors, checkpoint.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide
+        )
         if form != OFF:
             quantise(module, form, operations, comfy.model_management.get_torch_device())
         adopt(module, operations, wide)
@@ -81,14 +81,13 @@ def load_component(
 
 
 def load_quantised(
-    module: torch.nn.Module, tensors: dict[str, torch.Tensor], info: CheckpointInfo, operations: type
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, operations: type
 ) -> dict[str, torch.Tensor]:
-    """Put quantised layers of `operations` into `module` and return the tensors that are left.
+    """Put quantised layers of `operations` into `module` and return the other tensors.
 
-    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats. Raises
-    CheckpointError for a format that ComfyUI does not know, and for other quantised layers.
+    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats.
     """
-    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(info))
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(checkpoint))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
         own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
@@ -105,24 +104,21 @@ def load_quantised(
             layer = fill_quantised(linear_like(plain, operations), own)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"{info.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
+                f"{checkpoint.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
                 "use the plain file"
             ) from None
         module.set_submodule(name, layer)
     return tensors
 
 
-def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
-    """Return the file's metadata, the layers in its table of formats under the names that the module has.
-
-    Raises CheckpointError for a table that is none.
-    """
-    metadata = dict(info.weights.metadata)
+def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the file's metadata, with the module's names for the layers in its table of formats."""
+    metadata = dict(checkpoint.weights.metadata)
     if QUANTISATION in metadata:
-        names = {origin.name: target for target, origin in info.origins.items()}
-        table = parse_json(metadata[QUANTISATION], f"{info.name}: {QUANTISATION}")
+        names = {origin.name: target for target, origin in checkpoint.origins.items()}
+        table = parse_json(metadata[QUANTISATION], f"{checkpoint.name}: {QUANTISATION}")
         if not isinstance(table.get("layers"), dict):
-            raise CheckpointError(f"{info.name}: {QUANTISATION} has no table of layers; use the plain file")
+            raise CheckpointError(f"{checkpoint.name}: {QUANTISATION} has no table of layers; use the plain file")
         layers = {
             names[f"{layer}.weight"].removesuffix(".weight"): form
             for layer, form in table["layers"].items()
@@ -133,13 +129,13 @@ def renamed_layers(info: CheckpointInfo) -> dict[str, str]:
 
 
 def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return {name: bytes} of a component's configuration, for its state dict; `kind` is a key of KINDS.
+    """Return the configuration of a component as a tensor in its state dict. `kind` is a key of CHECKPOINT_KINDS.
 
-    ComfyUI's nodes for saving take tensors and write no metadata of a pack. So the configuration goes beside the
-    weights as a tensor of bytes, as the tokenizers of ComfyUI's own text encoders do.
+    ComfyUI's nodes for saving write tensors, but no metadata of a pack. So the configuration becomes a tensor of
+    bytes, like the tokenizers of ComfyUI's own text encoders.
     """
     known = {key: value for key, value in config.items() if key != "_name_or_path"}
-    class_name = KINDS[kind].classes[0]
+    class_name = CHECKPOINT_KINDS[kind].classes[0]
     named = {"architectures": [class_name]} if kind == "text_encoder" else {"_class_name": class_name}
     content = json.dumps({**known, **named}).encode()
     return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}

@@ -9,8 +9,8 @@ import comfy.latent_formats
 import comfy.model_management
 import torch
 
-from ....sana_core.checkpoints import CheckpointInfo
-from ....sana_core.checkpoints.load import latent_scale, recorded
+from ....sana_core.checkpoints import Checkpoint
+from ....sana_core.checkpoints.generation import latent_scale, saved_field
 from ....sana_core.checkpoints.schemas import read_preview
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import size_note
@@ -100,15 +100,17 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
         return find_taesana() if self.preview is None else None
 
 
-def latent_format(info: CheckpointInfo) -> SanaLatents:
+def latent_format(checkpoint: Checkpoint) -> SanaLatents:
     """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
 
     Raises CheckpointError for colours that are none.
     """
-    file = info.path / "preview.json"
+    file = checkpoint.path / "preview.json"
     if file.exists():
-        return SanaLatents(latent_scale(info), dict(zip(("rgb_factors", "rgb_bias"), read_preview(file), strict=True)))
-    return SanaLatents(latent_scale(info), recorded(info, "preview"))
+        return SanaLatents(
+            latent_scale(checkpoint), dict(zip(("rgb_factors", "rgb_bias"), read_preview(file), strict=True))
+        )
+    return SanaLatents(latent_scale(checkpoint), saved_field(checkpoint, "preview"))
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:

@@ -1,0 +1,187 @@
+"""What a checkpoint determines about generation: sampler, shift, scale of latents, prompts, and notes for the user."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..model.known_models import DC_AE_SCALE, DEFAULT_RESOLUTION, DEFAULTS, SPRINT, released_shift
+from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, RULES
+from ..runtime.checks import check_name
+from ..runtime.text import Json, brief, shown
+from ..sampling.samplers import SAMPLERS
+from .checkpoint import Checkpoint, find_part
+from .downloads import GEMMA_FILE
+from .files import REDOWNLOAD
+from .headers import PICKLED, map_file, read_file, read_tensors
+from .kinds import TRANSFORMER_KINDS
+from .schemas import SHIFT_RANGE, number
+
+EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
+# For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
+SIGMAS: Json = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
+SIGMAS |= {"use_dynamic_shifting": False, "num_train_timesteps": 1000}
+FOLLOWED: dict[str, Json] = {
+    EULER: SIGMAS | {"shift_terminal": None, "invert_sigmas": False, "stochastic_sampling": False},
+    DPM_SOLVER: SIGMAS
+    | {
+        "algorithm_type": "dpmsolver++",
+        "solver_type": "midpoint",
+        "final_sigmas_type": "zero",
+        "lower_order_final": True,
+        "euler_at_final": False,
+        "thresholding": False,
+        "use_lu_lambdas": False,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+    },
+}
+# The field of the shift in the configuration of each scheduler class.
+SHIFT_FIELDS = {
+    DPM_SOLVER: "flow_shift",
+    EULER: "shift",
+    "FlowMatchHeunDiscreteScheduler": "shift",
+    "UniPCMultistepScheduler": "flow_shift",
+}
+BASE_NAME = re.compile(r"gemma[-_. ]?2[-_. ]2b", re.IGNORECASE)
+TUNED_NAME = re.compile(r"(?<![a-z])(it|instruct|elm)(?![a-z])", re.IGNORECASE)
+# The parts of a path that can name a model: in a cache of the hub, the repository is three levels above the file.
+NAMING_PARTS = 4
+LOWER_CASE = "prompts: read in lower case, and marks like --ar 16:9 are read as text, as in diffusers"
+
+
+class Scheduler(NamedTuple):
+    """The scheduler of a folder or of a saved MODEL."""
+
+    # A name in SAMPLERS.
+    sampler: str
+    # Settings that this package does not have, as "name value".
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for the user if there are settings that this package does not have."""
+        settings = ", ".join(self.unknown)
+        return [f"scheduler: {settings} not available; images differ from diffusers' images"] if settings else []
+
+
+def scheduler_of(part: Checkpoint) -> Scheduler:
+    """Return the scheduler of the image transformer `part`: of its folder, or of the MODEL that was saved."""
+    config = part.scheduler_config
+    if config is None:
+        return Scheduler(saved_field(part, "sampler") or DEFAULTS.sampler)
+    name = config.get("_class_name", DPM_SOLVER)
+    # SANA-Sprint is always sampled with scm.
+    if (name, None) == SAMPLERS[SPRINT].scheduler:
+        return Scheduler(DEFAULTS.sampler)
+    if not isinstance(name, str) or name not in {row.scheduler[0] for row in SAMPLERS.values()}:
+        return Scheduler(DEFAULTS.sampler, (brief(name),))
+    samplers = {row.scheduler: key for key, row in SAMPLERS.items()}
+    order = config.get("solver_order", 2) if name == DPM_SOLVER else None
+    known_order = name != DPM_SOLVER or (type(order) is int and (name, order) in samplers)
+    sampler = samplers[name, order] if known_order else DEFAULTS.sampler
+    unknown = [
+        f"{field} {brief(config[field])}"
+        for field, value in FOLLOWED.get(name, SIGMAS).items()
+        if config.get(field, value) != value
+    ]
+    if not known_order:
+        unknown.append(f"solver_order {brief(order)}")
+    # Steps of order 2 come in two types. Order 3 has such steps, too: the second and the last but one.
+    if sampler == "flow_dpmpp_1":
+        unknown = [setting for setting in unknown if not setting.startswith("solver_type ")]
+    return Scheduler(sampler, tuple(unknown))
+
+
+def shift_of(checkpoint: Checkpoint, resolution: int | None = None, reference: str = AUTO) -> float:
+    """Return the shift of the schedule for the transformer in `checkpoint`, a checkpoint or its transformer.
+
+    The order is: `resolution` (pixels) if given; the released model's shift, if `reference` changes it; the folder's
+    scheduler or the saved MODEL; the released model's shift.
+    """
+    part = find_part(checkpoint, *TRANSFORMER_KINDS)
+    pixels = resolution or part.resolution or DEFAULT_RESOLUTION
+    shift = released_shift(part.variant, pixels, part.reference)
+    released = shift if reference == AUTO else released_shift(part.variant, pixels, reference)
+    if resolution is not None or released != shift:
+        return released
+    config = part.scheduler_config
+    if config is None:
+        stated = saved_field(part, "flow_shift")
+    else:
+        field = SHIFT_FIELDS.get(str(config.get("_class_name")))
+        # diffusers ignores the other field of the two, and has the default 1.
+        stated = config.get("flow_shift", config.get("shift")) if field is None else config.get(field, 1.0)
+        if stated is not None and not number(*SHIFT_RANGE)(stated):
+            raise CheckpointError(
+                f"{shown(part.scheduler_file or part.path)}: its shift is {brief(stated)}, expected a number from "
+                f"{SHIFT_RANGE[0]} to {SHIFT_RANGE[1]}; {REDOWNLOAD}"
+            )
+    return released if stated is None else float(stated)
+
+
+def saved_field(checkpoint: Checkpoint, field: str) -> Any:
+    """Return a field that this package wrote into the configuration of a saved MODEL, or None."""
+    part = checkpoint.transformer
+    return part.config.get(field) if part and part.config else None
+
+
+def latent_scale(checkpoint: Checkpoint) -> float:
+    """Return the scaling factor of the latents. Without a VAE in `checkpoint`, use the factor of DC-AE f32c32."""
+    configs = [part.config for part in checkpoint.components if part.kind == "autoencoder" and part.config is not None]
+    if not configs or not configs[0]:
+        return saved_field(checkpoint, "latent_scale") or DC_AE_SCALE
+    # The default of AutoencoderDC is 1.
+    return configs[0].get("scaling_factor", 1.0)
+
+
+def text_reference(checkpoint: Checkpoint, reference: str = AUTO) -> str:
+    """Return the reference for reading prompts.
+
+    It is `reference`, or with "auto" the transformer's, or the text encoder's own, or NVIDIA's.
+    """
+    check_name("reference", reference, READINGS)
+    followed = (checkpoint.reference or NVIDIA) if reference == AUTO else reference
+    return DIFFUSERS_VIDEO if checkpoint.is_video and followed == DIFFUSERS else followed
+
+
+def checkpoint_notes(checkpoint: Checkpoint, reference: str = AUTO) -> list[str]:
+    """Return lines about a checkpoint for the loader nodes and `inspect`. `reference` chooses how prompts are read."""
+    lines: list[str] = []
+    for part in checkpoint.components:
+        lines += part.notes
+        if part.kind == "transformer":
+            scheduler = scheduler_of(part)
+            if (sampler := scheduler.sampler) != DEFAULTS.sampler:
+                lines.append(f"scheduler: saved with {sampler}; choose that sampler, or switch model_defaults on")
+            lines += scheduler.notes
+        if part.kind == "text_encoder":
+            if reason := base_model_evidence(part):
+                lines.append(
+                    f"{part.name}: probably not Gemma-2-2b-it, which SANA was trained with ({reason}); images follow "
+                    f"prompts worse, so use {GEMMA_FILE}"
+                )
+            if RULES[text_reference(checkpoint, reference)].lower_case:
+                lines.append(LOWER_CASE)
+    return lines
+
+
+def base_model_evidence(part: Checkpoint) -> str:
+    """Return why a text encoder seems to be the base model Gemma-2-2b, which has the shapes of -it, or "".
+
+    Gemma-2-2b-it was released in bfloat16, so bfloat16 has all its numbers, also where a file stores them in float16 or
+    float32. The base model was released in float32. A file of it in bfloat16 is recognised by its name alone.
+    """
+    if part.variant != "gemma-2-2b" or "norm.weight" not in part.origins:
+        return ""
+    stored = part.origins["norm.weight"].name
+    reader = map_file if part.path.suffix.lower() in PICKLED else read_file
+    norm = read_tensors(part.weights, [stored], reader)[stored]
+    if not torch.equal(norm.bfloat16().to(norm.dtype), norm):
+        return "its numbers are finer than the bfloat16 of Gemma-2-2b-it"
+    path = "/".join(part.path.parts[-NAMING_PARTS:])
+    is_base = BASE_NAME.search(path) and not TUNED_NAME.search(path)
+    return "its name is that of the base model" if is_base else ""
