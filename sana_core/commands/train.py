@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError("cards: it is for a plan; add --plan, or leave it out")
     settings = read_settings(arguments.settings)
     if planned:
-        sys.stdout.write("\n".join(plan_lines(settings, arguments.card, arguments.cards)) + "\n")
+        with progress_line() as show:
+            lines = plan_lines(settings, arguments.card, arguments.cards, lambda text: show(f"{text:<70}"))
+        sys.stdout.write("\n".join(lines) + "\n")
         return
     with joined(settings.device) as ranks:
         run_training(settings, ranks, arguments.tensorboard and ranks.first, arguments.wandb and ranks.first)
@@ -115,9 +117,12 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         sys.stdout.write(f"{path}\n")
 
 
-def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -> list[str]:
+def plan_lines(
+    settings: TrainingSettings, card: float | None, cards: int = 1, report: Callable[[str], None] | None = None
+) -> list[str]:
     """Return the table of a run's stages, how long its steps take, and whether they fit a GPU of `card` GiB or this
     machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
+    `report` is told what is counted.
 
     If the model's files do not exist and its name is the name of a released model, the plan is for that model. Raises
     as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
@@ -138,9 +143,9 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
         is_here = Path(settings.model).exists()
     if variant is None or is_here:
         check_base(settings)
-        base = read_base(settings)
+        base = read_base(settings, report=report)
     else:
-        base = released_base(variant)
+        base = released_base(variant, report=report)
         lines = [f"{Path(settings.model).name} is not downloaded: planned as the released {variant}", ""]
     room = None if card is None else card * 2**30
     # a plan may be made where there is no GPU

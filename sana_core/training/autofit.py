@@ -11,9 +11,17 @@ import torch
 from ..errors import InputError
 from ..memory import CONTEXT, count
 from ..model.known_models import CARDS
-from .memory_model import FP32_BYTES, backward_bytes, step_bytes, trained_shapes, weights_dtype
+from .memory_model import FP32_BYTES, weights_dtype
 from .parallel import DDP, FSDP, KINDS, OFFLOADED
-from .plan import Base, Plan, largest_shape, plan_training, resident, streaming, validation_stage
+from .plan import (
+    Base,
+    Plan,
+    add_optimizer,
+    count_batch,
+    plan_training,
+    streaming,
+    validation_stage,
+)
 from .settings import QUANTISED, Parallel, Phase, TrainingSettings, check_parallel
 
 # of the optimizers the one with the least state
@@ -178,45 +186,36 @@ class RankMemory(NamedTuple):
 
 
 def rank_memory(settings: TrainingSettings, base: Base, phase: Phase, cards: int) -> RankMemory:
-    """Return what a step of `phase` takes of each of `cards`, whose arrangement is `settings.parallel`."""
+    """Return the memory of a step of `phase` on each of `cards`, whose arrangement is `settings.parallel`."""
     memory, encoding = step_on_rank(settings, base, phase, cards), streaming(settings, base)
     return memory._replace(weights=memory.weights + encoding.weights, work=max(memory.work, encoding.work))
 
 
 def step_on_rank(settings: TrainingSettings, base: Base, phase: Phase, cards: int) -> RankMemory:
-    """Return what `rank_memory` does, without what encodes."""
-    width, height = largest_shape(phase.largest)
+    """Return the memory of a step on a GPU, without the text encoder and the VAE."""
     rounds, batch = pieces_of(phase, cards)
-    kept, own = resident(settings, base), settings.parallel.kind
-    trained = trained_shapes(base.shapes, settings.method)
-    item = weights_dtype(settings).itemsize
-    gradients = count(trained) * item
-    # gradients counted by themselves, as those of earlier batches are
-    piece = replace(phase, batch=batch, accumulate=2)
-    if own == DDP:
-        backward = backward_bytes(settings, base.model, base.shapes, piece, width * height, gradients)
-        work = max(backward - gradients, step_bytes(settings.optimizer.name, trained, weights_dtype(settings)))
-        return RankMemory(kept.weights, kept.state + gradients, work, round(ring(cards) * 2 * gradients), 0)
-    shards = cards // settings.parallel.replicas
-    compute, cells = compute_settings(settings), width * height
-    held = backward_bytes(compute, base.model, base.shapes, piece, cells, 0)
-    fewer = base.model._replace(layers=base.model.layers - 1)
-    block = held - backward_bytes(compute, fewer, base.shapes, piece, cells, 0)
-    # at the end all gradients are there, and what one block held; at the beginning all of that, but in the first piece
-    # no gradients
-    begins = held + gathered_bytes(settings, base, GATHERED) - (gradients // shards if rounds == 1 else 0)
-    work = max(begins, held - (base.model.layers - 1) * block + gathered_bytes(settings, base, 1))
+    shards = 1 if settings.parallel.kind == DDP else cards // settings.parallel.replicas
+    # All gradients are there, as after an earlier batch.
+    step = count_batch(settings, base, phase, batch, True)
+    own = add_optimizer(settings, base, step, shards)
+    if settings.parallel.kind == DDP:
+        return RankMemory(own.weights, own.state + own.gradients, own.work, round(ring(cards) * 2 * own.gradients), 0)
+    compute = count_batch(compute_settings(settings), base, phase, batch, True)
+    gradients = compute.elements * weights_dtype(compute_settings(settings)).itemsize
+    begin, end = compute.begin - gradients, compute.end - gradients
+    # At the end all gradients are there. At the beginning of the first piece there are none.
+    begin += gathered_bytes(settings, base, GATHERED) - (own.gradients // shards if rounds == 1 else 0)
+    work = max(begin, end + gathered_bytes(settings, base, 1))
     whole = count(base.shapes.values()) * getattr(torch, settings.dtype).itemsize
-    reduced = count(trained) * FP32_BYTES
-    # each piece gathers the weights for the forward and for the backward, and sums its gradients
+    reduced = step.elements * FP32_BYTES
+    # Each piece gathers the weights for the forward and for the backward, and sums its gradients.
     sent = round(ring(shards) * rounds * (2 * whole + reduced))
     if settings.parallel.replicas > 1:
         sent += round(ring(settings.parallel.replicas) * 2 * reduced * rounds / shards)
-    parts = [each // shards for each in (kept.weights, kept.state + gradients)]
-    step = step_bytes(settings.optimizer.name, trained, weights_dtype(settings), shards)
-    if own == OFFLOADED:
-        return RankMemory(0, 0, work, sent, sum(parts) + step)
-    return RankMemory(parts[0], parts[1], max(work, step), sent, 0)
+    weights, state = own.weights // shards, own.gradients // shards + own.state
+    if settings.parallel.kind == OFFLOADED:
+        return RankMemory(0, 0, work, sent, weights + state + own.optimizer_work)
+    return RankMemory(weights, state, max(work, own.optimizer_work), sent, 0)
 
 
 def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
@@ -245,7 +244,7 @@ def gathered_bytes(settings: TrainingSettings, base: Base, blocks: int) -> int:
     block = {name: shape for name, shape in base.shapes.items() if name.startswith("transformer_blocks.0.")}
     outside = count(base.shapes.values()) - base.model.layers * count(block.values())
     weights = (blocks * count(block.values()) + outside) * item
-    return weights + count(trained_shapes(block, settings.method)) * FP32_BYTES
+    return weights + count_batch(settings, base).block * FP32_BYTES
 
 
 class Choice(NamedTuple):
@@ -294,11 +293,12 @@ def images_on_rank(settings: TrainingSettings, base: Base, cards: int) -> RankMe
         stage = validation_stage(settings, base, True)
         return RankMemory(stage.weights, stage.state, stage.work, 0, 0)
     # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
-    stage, kept = validation_stage(compute_settings(settings), base, True), resident(settings, base)
+    stage = validation_stage(compute_settings(settings), base, True)
     shards = cards // settings.parallel.replicas
+    kept = add_optimizer(settings, base, count_batch(settings, base), shards)
     if settings.parallel.kind == OFFLOADED:
         return RankMemory(stage.weights, 0, stage.work, 0, 0)
-    return RankMemory(stage.weights + kept.weights // shards, kept.state // shards, stage.work, 0, 0)
+    return RankMemory(stage.weights + kept.weights // shards, kept.state, stage.work, 0, 0)
 
 
 def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) -> Choice | None:

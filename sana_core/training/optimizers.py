@@ -7,26 +7,20 @@ rounded up or down by chance, in proportion to how near each is, it is there in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..errors import InputError, VersionError
 from ..runtime.text import Json
-from .came import BLOCK, BUCKET, CAME, SMALLEST, shard_sizes
+from .came import BUCKET, CAME, SMALLEST, shard_sizes
 from .parallel import DDP, FSDP, KINDS
 
 # Bits of fp32's fraction that bf16 leaves out.
 DROPPED = 16
 Tensors = Mapping[str, torch.Tensor]
-
-
-FP32 = torch.float32.itemsize
-Shape = tuple[int, ...]
 
 
 class OptimizerSpec(NamedTuple):
@@ -36,8 +30,6 @@ class OptimizerSpec(NamedTuple):
     make: Callable[[list[dict], Json], torch.optim.Optimizer]
     # The decay of the moving averages, as the authors recommend.
     betas: tuple[float, ...]
-    # Bytes of the state for a parameter of that shape.
-    state_bytes: Callable[[Shape], float]
     # The package that has it, None for torch and this package.
     library: str | None = None
     # A step can treat one parameter at a time, so that updates of bf16 weights can be rounded stochastically. Otherwise
@@ -45,31 +37,10 @@ class OptimizerSpec(NamedTuple):
     per_parameter: bool = True
     # How GPUs may divide the training.
     parallel: tuple[str, ...] = KINDS
-    # Temporary copies in fp32 during a step: of the largest parameter, and of all parameters.
-    step_copies: int = 0
-    copies_of_all: int = 0
-    # Numbers that several GPUs update together, to exchange their sums at once.
+    # Numbers of shards that several GPUs update together, to exchange their sums at once.
     bucket: int = 0
     # Only prodigy has the settings d0 and d_coef.
     finds_rate: bool = False
-
-
-def moments(count: int) -> Callable[[Shape], float]:
-    """Return the state's size for `count` values in fp32 per number."""
-    return lambda shape: count * FP32 * math.prod(shape)
-
-
-def eight_bit(shape: Shape) -> float:
-    """Return the bytes of a moment in 8 bits, with a scale in fp32 per block. Small tensors stay in fp32."""
-    size = math.prod(shape)
-    return size + FP32 * size / BLOCK if size >= SMALLEST else FP32 * size
-
-
-def came_state(shape: Shape, moment: Callable[[Shape], float]) -> float:
-    """Return the bytes of a moment, and of the row and column averages that a matrix has in place of two more."""
-    is_matrix = len(shape) >= 2 and math.prod(shape[2:]) == 1
-    averages = 2 * FP32 * sum(shape[:2]) if is_matrix else FP32 * math.prod(shape)
-    return averages + moment(shape)
 
 
 def make_adamw(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
@@ -116,48 +87,29 @@ def make_schedulefree(groups: list[dict], settings: Json) -> torch.optim.Optimiz
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(make_adamw, betas=(0.9, 0.999), state_bytes=moments(2)),
+    "adamw": OptimizerSpec(make_adamw, betas=(0.9, 0.999)),
     "adamw8bit": OptimizerSpec(
         make_adamw8bit,
         betas=(0.9, 0.999),
-        state_bytes=lambda shape: 2 * eight_bit(shape),
         library="torchao",
         # Offloaded, its step would need a compiler for the CPU.
         parallel=(DDP, FSDP),
-        step_copies=2,
     ),
-    "came": OptimizerSpec(
-        make_came,
-        betas=(0.9, 0.999, 0.9999),
-        state_bytes=partial(came_state, moment=moments(1)),
-        step_copies=2,
-        bucket=BUCKET,
-    ),
-    "came8bit": OptimizerSpec(
-        make_came8bit,
-        betas=(0.9, 0.999, 0.9999),
-        state_bytes=partial(came_state, moment=eight_bit),
-        step_copies=3,
-        bucket=BUCKET,
-    ),
+    "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
+    "came8bit": OptimizerSpec(make_came8bit, betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
     "prodigy": OptimizerSpec(
         make_prodigy,
         betas=(0.9, 0.999),
-        # Besides two moments, it stores the first weights and its estimate of the distance.
-        state_bytes=moments(4),
         library="pytorch_optimizer",
         per_parameter=False,
         parallel=(DDP,),
-        step_copies=1,
         finds_rate=True,
     ),
     "schedulefree": OptimizerSpec(
         make_schedulefree,
         betas=(0.9, 0.999),
-        state_bytes=moments(2),
         library="pytorch_optimizer",
         per_parameter=False,
-        copies_of_all=2,
     ),
 }
 

@@ -7,6 +7,7 @@ at most, as large models do in training; encoding, validation and what GPUs send
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,11 +32,21 @@ from ..model.known_models import (
     Architecture,
 )
 from ..model.latents import DOWNSCALE
+from ..runtime.cancellation import Poll, no_poll
 from ..split.cost import position_flops
 from ..split.speed import SIDE, seconds_of
 from .adapters import check_layers
 from .images import shapes_at
-from .memory_model import FP32_BYTES, frozen_bytes, state_bytes, step_memory, trained_shapes, weights_dtype
+from .memory_model import (
+    FP32_BYTES,
+    MemoryCounter,
+    Report,
+    StepMemory,
+    block_groups,
+    count_optimizer,
+    count_step,
+    weights_dtype,
+)
 from .run_log import clock
 from .settings import CONSISTENCY, Phase, TrainingSettings
 
@@ -58,6 +69,7 @@ class Base(NamedTuple):
     autoencoder_parameters: int
     encoder: Stages
     decoder: Stages
+    counter: MemoryCounter
 
 
 class Stage(NamedTuple):
@@ -88,9 +100,10 @@ class Plan(NamedTuple):
         return self.largest.bytes + CONTEXT
 
 
-def read_base(settings: TrainingSettings) -> Base:
+def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report | None = None) -> Base:
     """Return what a plan has to know of the models of `settings`; only headers and configurations are read.
 
+    Before the plan counts a step, it calls `poll`, which may cancel, and `report`.
     Raises CheckpointError, MissingFileError or ReadError for what is no SANA or not all of one.
     """
 
@@ -110,6 +123,7 @@ def read_base(settings: TrainingSettings) -> Base:
         count(shapes(image).values()),
         encoder_stages(autoencoder),  # type: ignore[arg-type]  # build_module's class follows the kind
         decoder_stages(autoencoder),  # type: ignore[arg-type]
+        MemoryCounter(poll, report),
     )
 
 
@@ -168,22 +182,56 @@ def largest_shape(resolution: int) -> tuple[int, int]:
     return width // DOWNSCALE, height // DOWNSCALE
 
 
-class Resident(NamedTuple):
-    """Bytes that are there throughout training."""
+class Counted(NamedTuple):
+    """What a batch takes, with the optimizer's step."""
 
-    weights: int
-    state: int
+    step: StepMemory
+    weights: int  # The position embedding is among them.
+    gradients: int
+    state: int  # the optimizer's, with the moving average
+    optimizer_work: int  # at the peak of its step beside weights, gradients and state
+
+    @property
+    def work(self) -> int:
+        """Bytes at the peak of a whole step beside weights, gradients and state."""
+        return max(max(self.step.begin, self.step.end) - self.gradients, self.optimizer_work)
 
 
-def resident(settings: TrainingSettings, base: Base) -> Resident:
-    """Return the bytes of the weights, and of the optimizer's state with the moving average."""
-    method, trained = settings.method, trained_shapes(base.shapes, settings.method)
-    if method.kind == "full":
-        weights = count(trained) * weights_dtype(settings).itemsize
-    else:
-        weights = frozen_bytes(base.shapes, settings) + count(trained) * weights_dtype(settings).itemsize
-    average = count(trained) * FP32_BYTES if settings.optimizer.ema else 0
-    return Resident(weights + position_bytes(settings, base), state_bytes(settings.optimizer.name, trained) + average)
+def count_batch(
+    settings: TrainingSettings,
+    base: Base,
+    phase: Phase | None = None,
+    batch: int | None = None,
+    accumulated: bool | None = None,
+) -> StepMemory:
+    """Return the memory of forward and backward of a batch, by default a batch of the first phase.
+
+    `accumulated`: the gradients of an earlier batch are there.
+    """
+    phase, method = settings.phase[0] if phase is None else phase, settings.method
+    width, height = largest_shape(phase.largest)
+    batch = phase.batch if batch is None else batch
+    accumulated = phase.accumulate > 1 if accumulated is None else accumulated
+    case = TrainingSettings(
+        model="",
+        out="",
+        phase=(Phase((), batch=batch, accumulate=1 + accumulated),),
+        dtype=settings.dtype,
+        method=replace(method, start="", layers=()),
+        checkpoint_gradients=settings.checkpoint_gradients,
+    )
+    groups = block_groups(base.shapes, method, base.model.layers)
+    title = f"{method.kind}, {width * DOWNSCALE}x{height * DOWNSCALE} px, batch {batch}"
+    return base.counter.count(title, count_step, case, base.model, (height, width), groups)
+
+
+def add_optimizer(settings: TrainingSettings, base: Base, step: StepMemory, shards: int = 1) -> Counted:
+    """Return `step` with the memory of the optimizer, which has whole weights or the rows of one of `shards`."""
+    name, dtype = settings.optimizer.name, weights_dtype(settings)
+    state, work = base.counter.count(name, count_optimizer, name, step.trained, dtype, shards)
+    average = step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0
+    weights = step.weights + position_bytes(settings, base)
+    return Counted(step, weights, step.elements * dtype.itemsize, state + average, work)
 
 
 def position_bytes(settings: TrainingSettings, base: Base) -> int:
@@ -197,19 +245,17 @@ def position_bytes(settings: TrainingSettings, base: Base) -> int:
 def training_stage(
     phase: Phase, number: int, settings: TrainingSettings, base: Base, accelerator: bool = True
 ) -> Stage:
-    width, height = largest_shape(phase.largest)
-    kept = resident(settings, base)
-    memory = step_memory(settings, base.model, base.shapes, phase, width * height)
-    name = f"phase {number}: {phase.largest} px, batch {phase.batch}"
+    counted = add_optimizer(settings, base, count_batch(settings, base, phase))
     encoding = streaming(settings, base, accelerator)
-    work = max(memory.work, encoding.work)
-    return Stage(name, kept.weights + encoding.weights, kept.state + memory.gradients, work)
+    name = f"phase {number}: {phase.largest} px, batch {phase.batch}"
+    state = counted.state + counted.gradients
+    return Stage(name, counted.weights + encoding.weights, state, max(counted.work, encoding.work))
 
 
 def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
     """Return the stage that generates the prompts while the trained model, and the optimizer's state, stay."""
-    own, kept = settings.validation, resident(settings, base)
-    trained = trained_shapes(base.shapes, settings.method)
+    own, kept = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
+    trained = kept.step.elements
     dtype = getattr(torch, settings.dtype)
     side = settings.phase[-1].resolution
     width, height = (own.width or side) // DOWNSCALE, (own.height or side) // DOWNSCALE
@@ -223,10 +269,10 @@ def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) 
         sampling = max(sampling, MERGED_COPIES * FP32_BYTES * max(map(math.prod, base.shapes.values())))
         if settings.method.base != "full":
             # the whole model, with an adapter, beside the one in 8 bits
-            copies = count(base.shapes.values()) * dtype.itemsize + count(trained) * FP32_BYTES
+            copies = count(base.shapes.values()) * dtype.itemsize + trained * FP32_BYTES
     elif settings.method.weights != settings.dtype:
         # weights in fp32 are generated with in a copy, as they are saved
-        copies = count(trained) * dtype.itemsize
+        copies = trained * dtype.itemsize
     if settings.method.kind == "controlnet":
         sampling += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
     copies += streaming(settings, base, accelerator).weights
@@ -261,7 +307,7 @@ def image_operations(settings: TrainingSettings, base: Base, cells: int) -> floa
     if method.kind == "controlnet":
         copied = method.blocks / layers
         return (forwards + 1) * once + forwards * text + (forwards + 2) * copied * (once + text)
-    adapter = 2 * cells * count(trained_shapes(base.shapes, method))
+    adapter = 2 * cells * count_batch(settings, base).elements
     return (forwards + 1) * once + forwards * text + (forwards + 2) * adapter
 
 

@@ -5,26 +5,22 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..decode.stages import Stages
 from ..memory import Shapes, stages_of
 from ..model.known_models import (
-    CROSS_HEADS,
     DECODERS,
     ENCODER_PARAMETERS,
-    HEAD_DIM,
     TEXT_PARAMETERS,
     VARIANTS,
     WIDTHS,
     Architecture,
 )
+from ..runtime.cancellation import Poll, no_poll
+from .memory_model import MemoryCounter, Report, build_transformer
 from .plan import Base
-
-if TYPE_CHECKING:
-    from diffusers import SanaTransformer2DModel
 
 # Names of NVIDIA's repositories: the pattern, and the variant in VARIANTS.
 NAMES = (
@@ -43,25 +39,6 @@ def released_variant(path: str) -> str | None:
     return None
 
 
-def build_transformer(model: Architecture, pixels: int) -> SanaTransformer2DModel:
-    """Return a transformer with random weights, for images of `pixels`."""
-    from diffusers import SanaTransformer2DModel
-
-    heads = CROSS_HEADS.get(model.width, model.width // HEAD_DIM)
-    # The released model of 4096 px has a position embedding.
-    large = {"interpolation_scale": 2.0, "sample_size": 128} if pixels > 2048 else {}
-    return SanaTransformer2DModel(
-        num_attention_heads=model.width // HEAD_DIM,
-        num_layers=model.layers,
-        num_cross_attention_heads=heads,
-        cross_attention_head_dim=model.width // heads,
-        cross_attention_dim=model.width,
-        qk_norm="rms_norm_across_heads" if model.qk_norm else None,
-        guidance_embeds=model.guidance_embeds,
-        **large,
-    )
-
-
 @functools.cache
 def released_shapes(model: Architecture) -> Shapes:
     """Return the shapes of a transformer's weights by diffusers' names."""
@@ -70,9 +47,13 @@ def released_shapes(model: Architecture) -> Shapes:
     return {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
 
 
-def released_base(variant: str) -> Base:
-    """Return the released model `variant`, a name in VARIANTS, with Gemma 2 and DC-AE."""
+def released_base(variant: str, poll: Poll = no_poll, report: Report | None = None) -> Base:
+    """Return the released model `variant`, a name in VARIANTS, with Gemma 2 and DC-AE.
+
+    Before a plan counts a step, it calls `poll`, which may cancel, and `report`.
+    """
     decoder, model = DECODERS["dc-ae-f32c32"], VARIANTS[variant]
     parameters = decoder.parameters + ENCODER_PARAMETERS
     encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
-    return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder))
+    counter = MemoryCounter(poll, report)
+    return Base(model, released_shapes(model), None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder), counter)

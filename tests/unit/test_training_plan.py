@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,9 @@ from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.autofit import fit_lines, propose
 from sana_core.training.controlnet import begin_controlnet
-from sana_core.training.memory_model import frozen_bytes, state_bytes, trained_shapes
-from sana_core.training.optimizers import make_optimizer
-from sana_core.training.plan import plan_training, read_base, training_stage
+from sana_core.training.memory_model import count_optimizer
+from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer
+from sana_core.training.plan import count_batch, plan_training, read_base, training_stage
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.released import released_base, released_shapes, released_variant
 from sana_core.training.settings import Method, Validation
@@ -50,19 +51,34 @@ def predicted(model, settings):
     return training_stage(settings.phase[0], 1, settings, base).bytes
 
 
-def test_the_counted_peaks_of_the_released_models_are_predicted():
-    found = committed()
-    checked = 0
-    for variant, cases in train_memory.CASES.items():
-        for case in cases:
-            settings = make_settings(**case)
-            figures = found[variant][train_memory.describe(settings)]
-            prediction = train_memory.predict(variant, settings) / 1e6
-            # the target is 10 %
-            assert figures["counted_megabytes"] == pytest.approx(prediction, rel=0.01), case
-            assert figures["predicted_megabytes"] == pytest.approx(prediction, abs=0.1)
-            checked += 1
-    assert checked == sum(map(len, found.values())) >= 25
+def counted_step(model, settings):
+    return count_batch(settings, released_base("1.6B")._replace(model=model, shapes=released_shapes(model)))
+
+
+# One case of each kind, by its number. All cases together are slow.
+QUICK = {("0.6B", 3), ("1.6B", 8), ("1.6B", 12), ("1.6B", 20), ("1.6B", 27), ("1.6B", 31), ("1.5-4.8B", 1)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "number"),
+    [
+        pytest.param(variant, number, marks=() if (variant, number) in QUICK else pytest.mark.slow)
+        for variant, cases in train_memory.CASES.items()
+        for number in range(len(cases))
+    ],
+)
+def test_the_counted_peaks_of_the_released_models_are_predicted(variant, number):
+    settings = make_settings(**train_memory.CASES[variant][number])
+    figures = committed()[variant][train_memory.describe(settings)]
+    prediction = train_memory.predict(variant, settings) / 1e6
+    # the target is 3 %
+    assert figures["counted_megabytes"] == pytest.approx(prediction, rel=0.01)
+    assert figures["predicted_megabytes"] == pytest.approx(prediction, abs=0.1)
+
+
+def test_every_case_has_a_committed_figure():
+    found = {variant: len(cases) for variant, cases in committed().items()}
+    assert found == {variant: len(cases) for variant, cases in train_memory.CASES.items()}
 
 
 @pytest.mark.slow
@@ -84,7 +100,7 @@ def test_weights_in_fp32_are_not_held_a_second_time_while_a_step_accumulates():
     model = Architecture(640, 8)
     settings = make_settings(256, method=FULL, optimizer="came8bit", accumulate=2)
     counted = count_step(model, settings).peak
-    assert counted == pytest.approx(predicted(model, settings), rel=0.05)
+    assert counted == pytest.approx(predicted(model, settings), rel=0.03)
 
 
 REAL = {
@@ -112,7 +128,7 @@ def test_scaled_models_take_as_much_memory_as_predicted(name):
     case = dict(REAL[name])
     model = case.pop("model", SMALL)
     settings = make_settings(pixels=512, dtype="float32", **case)
-    assert count_step(model, settings, fake=False).peak == pytest.approx(predicted(model, settings), rel=0.1)
+    assert count_step(model, settings, fake=False).peak == pytest.approx(predicted(model, settings), rel=0.03)
 
 
 def test_the_encoder_is_the_library_s():
@@ -120,47 +136,60 @@ def test_the_encoder_is_the_library_s():
         assert released_base("1.6B").encoder == encoder_stages(f32c32(1))
 
 
-@pytest.mark.parametrize("targets", ["attention", "feed_forward", "both"])
-@pytest.mark.parametrize("kind, rank", [("lora", 16), ("dora", 4), ("lokr", 4), ("lokr", 16), ("lokr", 200)])
-def test_an_adapter_has_as_many_parameters_as_peft_gives_it(kind, rank, targets):
+@pytest.mark.parametrize(
+    ("kind", "rank", "targets"),
+    [("lora", 16, "attention"), ("dora", 4, "feed_forward"), ("lokr", 4, "both"), ("lokr", 200, "both")],
+)
+def test_the_counted_parameters_are_those_of_the_whole_model(kind, rank, targets):
     pytest.importorskip("peft")
-    model = Architecture(320, 1)
+    model = Architecture(320, 6)
     module = train_memory.transformer(model, torch.float32, 512)
     method = Method(kind, rank, None, targets)
     add_adapter(module, method, 0)
-    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
-    assert count(trained_shapes(released_shapes(model), method)) == trained
+    trained = Counter(tuple(each.shape) for each in module.parameters() if each.requires_grad)
+    step = counted_step(model, make_settings(512, method=method, dtype="float32"))
+    assert dict(step.trained) == trained
+    assert step.weights == sum(each.nbytes for each in module.parameters())
 
 
 def test_layers_by_pattern_are_those_that_get_an_adapter_and_that_are_counted():
-    model = Architecture(320, 3)
+    model = Architecture(320, 7)
     module = train_memory.transformer(model, torch.float32, 512)
-    method = Method(rank=4, targets="both", layers=("*blocks.1.*", "*.attn2.to_[qk]"))
+    method = Method(rank=4, targets="both", layers=("*blocks.[2-5].*", "*.attn2.to_[qk]"))
     add_adapter(module, method, 0)
     found = {name.removeprefix("transformer_blocks.") for name in adapter_layers(module)}
-    assert len(found) == 10 + 2 * 2 and {"1.ff.conv_point", "1.attn1.to_v", "0.attn2.to_k"} < found
+    assert len(found) == 4 * 10 + 3 * 2 and {"2.ff.conv_point", "3.attn1.to_v", "0.attn2.to_k"} < found
     trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
-    assert count(trained_shapes(released_shapes(model), method)) == trained
+    assert counted_step(model, make_settings(512, method=method)).elements == trained
     with pytest.raises(InputError, match=r"layers: got proj_out, which fits none of targets attention"):
         add_adapter(module, Method(layers=("proj_out",)), 0)
 
 
+@pytest.mark.parametrize("layers", [("*blocks.[2-5].*", "*.attn2.to_[qk]"), ("*blocks.[4-7].attn1.*",)])
+def test_blocks_that_differ_take_as_much_memory_as_predicted(layers):
+    """In the second case no gradient goes through the first four blocks."""
+    model = Architecture(640, 8)
+    settings = make_settings(1024, method=Method(layers=layers, targets="both"), checkpoint=False)
+    assert count_step(model, settings).peak == pytest.approx(predicted(model, settings), rel=0.03)
+
+
 def test_a_controlnet_has_as_many_parameters_as_the_library_gives_it():
-    model = Architecture(320, 4)
+    model = Architecture(320, 8)
     module = train_memory.transformer(model, torch.float32, 512)
-    controlnet = begin_controlnet(module, 3, torch.float32)
-    trained = [tuple(each.shape) for each in controlnet.parameters() if each.requires_grad]
-    found = trained_shapes(released_shapes(model), Method("controlnet", blocks=3))
-    assert sorted(found) == sorted(trained)
+    controlnet = begin_controlnet(module, 5, torch.float32)
+    trained = Counter(tuple(each.shape) for each in controlnet.parameters() if each.requires_grad)
+    step = counted_step(model, make_settings(512, method=Method("controlnet", blocks=5), dtype="float32"))
+    assert dict(step.trained) == trained
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_base_in_8_bits_is_as_large_as_predicted(dtype):
-    model = Architecture(320, 3, qk_norm=True)
+    model = Architecture(320, 6, qk_norm=True)
     module = train_memory.transformer(model, getattr(torch, dtype), 512)
     quantise_base(module.requires_grad_(False))
     held = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
-    assert frozen_bytes(released_shapes(model), make_settings(dtype=dtype, method=EIGHT_BITS)) == held
+    step = counted_step(model, make_settings(512, dtype=dtype, method=EIGHT_BITS))
+    assert step.weights - 4 * step.elements == held
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "came", "came8bit", "prodigy", "schedulefree"])
@@ -182,7 +211,45 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
                 inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None
                 parts = [value] if inner is None else [getattr(value, each) for each in inner]
                 held += sum(part.nbytes for part in parts)
-    assert state_bytes(name, shapes) == pytest.approx(held, rel=0.03)
+    counted, _ = count_optimizer(name, [(shape, 1) for shape in shapes], torch.float32, 1)
+    assert counted == pytest.approx(held, rel=0.03)
+
+
+def make_lion(groups, settings):
+    from pytorch_optimizer import Lion
+
+    return Lion(groups, **settings)
+
+
+@pytest.mark.parametrize("method", [FULL, ROUNDED, Method(targets="both")], ids=["full", "rounded", "lora"])
+@pytest.mark.parametrize("name", ["lion", "adamw8bit", "came8bit", "prodigy", "schedulefree"])
+def test_a_step_of_any_optimizer_is_predicted(name, method, monkeypatch):
+    """Of Lion there is nothing but its row."""
+    pytest.importorskip("torchao.optim" if name == "adamw8bit" else "pytorch_optimizer")
+    row = OptimizerSpec(make_lion, betas=(0.9, 0.99), library="pytorch_optimizer")
+    monkeypatch.setitem(OPTIMIZERS, "lion", row)
+    if method == ROUNDED and not OPTIMIZERS[name].per_parameter:
+        pytest.skip("it trains weights in fp32 alone")
+    model = Architecture(640, 4)
+    settings = make_settings(512, method=method, optimizer="adamw")
+    settings = replace(settings, optimizer=replace(settings.optimizer, name=name))
+    assert count_step(model, settings).peak == pytest.approx(predicted(model, settings), rel=0.02)
+
+
+def test_a_case_is_counted_once_and_a_plan_can_be_cancelled():
+    reports = []
+    base = released_base("1.6B", report=reports.append)._replace(model=SMALL, shapes=released_shapes(SMALL))
+    settings = make_settings(512, ema=0.9)
+    first = plan_training(settings, base)
+    assert reports == ["counting the memory of lora, 1024x256 px, batch 1", "counting the memory of adamw"]
+    changed = replace(settings, optimizer=replace(settings.optimizer, ema=0.0))
+    assert plan_training(changed, base).stages[2].state < first.stages[2].state and len(reports) == 2
+
+    def cancel():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plan_training(settings, released_base("1.6B", cancel))
 
 
 def test_a_plan_reads_headers_alone(monkeypatch):
@@ -333,7 +400,8 @@ def test_validation_draws_with_a_copy_of_a_controlnet():
     base = released_base("1.6B")
     settings = replace(make_settings(method=CONTROLNET), validation=Validation(10, prompts=("a fox",), control=("a",)))
     stage = plan_training(settings, base).stages[-1]
-    trained = count(trained_shapes(base.shapes, CONTROLNET))
+    trained = 7 * count(shape for name, shape in base.shapes.items() if name.startswith("transformer_blocks.0."))
+    trained += 8 * (base.model.width**2 + base.model.width)
     # the model in bf16, the ControlNet in fp32 and as it is saved in bf16
     assert stage.weights == 2 * count(base.shapes.values()) + 6 * trained
 

@@ -209,23 +209,22 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     """
     check_base(settings)
     management, device = comfy.model_management, model.load_device
-    base = read_base(settings)
+    poll = management.throw_exception_if_processing_interrupted
+    view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase))
+    base = read_base(settings, poll, lambda text: view.status(text, True))
     plan = plan_training(settings, base, accelerator=device.type != "cpu")
     # other models may stay where there is room beside the run
     management.free_memory(memory_to_free(plan), device)
     management.soft_empty_cache()
-    fit = ""
     if device.type != "cpu":
         memory = management.get_total_memory(device)
         fit = describe_fit(settings, base, plan, memory)
         # it begins all the same: drivers lend memory, and the plan can be wrong
         (logger.info if plan.card <= memory else logger.warning)(fit)
         seconds = measured_seconds(settings, base, device, newest_step(settings))
-        fit += f"; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
-    view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase), fit)
+        view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
     # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
     with torch.inference_mode(False), torch.enable_grad():
-        poll = management.throw_exception_if_processing_interrupted
         try:
             file = train(settings, view.report, view.progress, poll, view.show)
         except management.InterruptProcessingException:

@@ -33,10 +33,11 @@ DECAY = 0.95
 class View:
     """The node `node_id` on the canvas while its training runs."""
 
-    def __init__(self, node_id: str, losses: Sequence[float], steps: int, fit: str = "") -> None:
-        """`losses` are the losses of the steps before a resume, `steps` is the total, `fit` the GPU memory as text."""
+    def __init__(self, node_id: str, losses: Sequence[float], steps: int) -> None:
+        """`losses` are the losses of the steps before a resume, `steps` is the total."""
         self.node_id = node_id
-        self.fit = f"; {fit}" if fit else ""
+        # the GPU memory and the time as text, with a semicolon before it
+        self.fit = ""
         self.stage, self.bar = "", comfy.utils.ProgressBar(1)
         self.eta = Eta()
         self.losses = list(losses)
