@@ -70,9 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
-    from ..training.prepare import no_progress
     from ..training.run_log import Eta, describe_validation
-    from ..training.train import train
+    from ..training.trainer import no_progress, train
     from .log_writers import tensorboard_writer, wandb_writer
 
     if ranks.first:
@@ -117,10 +116,10 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
-    from ..training.parallel import DDP
+    from ..training.optimizers import DDP
     from ..training.plan import duration_lines, plan_training, read_base
-    from ..training.preflight import check_base, check_shares
     from ..training.released import released_base, released_variant
+    from ..training.trainer import check_base, check_steps
 
     if card is not None:
         check_number("card", card, 1, 10_000)
@@ -141,7 +140,7 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     check_whole("cards", cards, 1, 4096)
     lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if cards > 1 or settings.parallel.kind != DDP:
-        check_shares(settings, cards)
+        check_steps(settings, cards)
         return [*lines, *arrangement_lines(settings, base, cards, room)]
     return [*lines, *fit_lines(settings, base, plan, room)]
 

@@ -13,7 +13,8 @@ adversarial loss (LADD) are not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model.controlnet import Control
 from ..model.known_models import GUIDANCE
 from ..model.reference import model_timestep
+from ..runtime.accelerator import current_device
 from ..sampling.schedules import shift_sigmas
 from .controlnet import steered, steering_residuals
 from .settings import MODE, UNIFORM, Loss
@@ -73,6 +75,23 @@ def generator(stream: int, key: Sequence[int]) -> np.random.Generator:
     """Return the generator of a seed and the numbers behind it in `key`, another one for each `stream`."""
     # a spawn key keeps its words apart from the seed's, of which there are as many as the seed is long
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key[0], spawn_key=(stream, *key[1:]))))
+
+
+@contextmanager
+def seeded_dropout(device: torch.device, key: Sequence[int]) -> Iterator[None]:
+    """Seed torch's generator with `key`, such as seed, step and rank, for the dropout of an adapter.
+
+    Afterwards the generators have their earlier states again.
+    """
+    seed = int(generator(DROPOUT, key).integers(2**63))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        # torch.manual_seed would seed the generators of all GPUs, of which only this one's is restored.
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            with current_device(device):
+                torch.get_device_module(device).manual_seed(seed)
+        yield
 
 
 def logit_normal(times: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:

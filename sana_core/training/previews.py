@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read
 from .run_log import Line, read_log
 from .runs import stranger, writing
 from .settings import TrainingSettings
-from .train_state import TrainState
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -93,17 +92,23 @@ def encode_control(encode: EncodePixels, data: bytes, name: str, size: Bucket) -
 
 
 def generate_validation(
-    state: TrainState, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
+    settings: TrainingSettings,
+    models: Sequence[Any],
+    shift: float,
+    inputs: Inputs,
+    out: Path,
+    parts: Path,
+    step: int,
+    poll: Poll,
 ) -> list[torch.Tensor]:
-    """Generate the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
+    """Generate the validation's prompts, prompt i with seed i, into the run's folder, as step-0000500-00.png and so on.
 
-    Returns the images [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
-    OutputError where nothing can be written.
+    `models` are the transformer, and the ControlNet if one is trained. Returns the images [3, H, W] in [-1, 1].
+    Unfinished files are in `parts`, and no file is replaced.
     """
     from PIL import Image
 
-    assert inputs is not None
-    settings, transformer = state.settings, state.transformer
+    transformer, folder = models[0], out / PICTURES
     own, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
     sampling = SamplingSettings(
@@ -116,11 +121,10 @@ def generate_validation(
     )
     chunk = [image._replace(seed=image.number) for image in batch_images(len(inputs.prompts), 1, 0)]
     control = None
-    if state.controlnet is not None and inputs.control is not None:
-        control = Control(state.controlnet, inputs.control)
-    models = Models(transformer, None, state.shift)
+    if len(models) > 1 and inputs.control is not None:
+        control = Control(models[1], inputs.control)
     prompts = Conditioning(inputs.prompts, inputs.negative)
-    latents = sample(models, sampling, tuple(chunk), prompts, poll, ImageInputs(control))
+    latents = sample(Models(transformer, None, shift), sampling, tuple(chunk), prompts, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     images = decode(autoencoder, latents, poll)

@@ -17,16 +17,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from datetime import timedelta
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from os import _exit, getpid
+from pathlib import Path
 from platform import node
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
 import torch
 
 from ..errors import InputError, SanaError, TrainingError, first_line
 from ..runtime.accelerator import chosen_device, set_current_device
+from ..runtime.text import Json, brief
+from .settings import Place, TrainingSettings
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -62,6 +68,8 @@ ACCELERATE = {
 }
 # Their values, in lower case, that ask for nothing.
 UNSET = ("", "no", "none", "false", "0", "0.0", "1")
+# Packages whose versions have to be the same on all ranks, because the values of a step depend on them.
+LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
 class Ranks(NamedTuple):
@@ -483,3 +491,55 @@ def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:
         time.sleep(BEAT / 4)
     heartbeat.announce(error)
     return f"lost the connection to another rank ({' '.join(str(error).split()):.200})"
+
+
+def check_settings_and_code(ranks: Ranks, settings: TrainingSettings) -> None:
+    """Raise InputError if a rank has other settings or other code than the first rank."""
+    check_same(ranks, all_values(settings), "settings")
+    check_same(ranks, code_versions(), "code")
+
+
+def check_same(ranks: Ranks, values: Json, what: str) -> None:
+    """Raise InputError on all ranks if `values` differ between ranks. `what` names them in the error."""
+    gathered = ranks.all_gather((node(), values))
+    first_host, expected = gathered[0]
+    for number, (host, rank_values) in enumerate(gathered):
+        for name in sorted(expected.keys() | rank_values.keys()):
+            if rank_values.get(name) != expected.get(name):
+                raise InputError(
+                    f"{what}: rank {number} on {host} has {name} {brief(rank_values.get(name))}, but rank 0 on "
+                    f"{first_host} has {brief(expected.get(name))}; start all with the same"
+                )
+
+
+def all_values(settings: Any, prefix: str = "") -> Json:
+    """Return the values of `settings` by name. Of files and folders it returns the number, because their paths may
+    differ between machines. Their contents are compared later."""
+    values: Json = {}
+    for field, hint in get_type_hints(type(settings), include_extras=True).items():
+        value, name = getattr(settings, field), prefix + field
+        if hint in (Place, tuple[Place, ...]):
+            values[name] = len(value) if isinstance(value, tuple) else bool(value)
+        elif is_dataclass(value):
+            values |= all_values(value, f"{name}.")
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for number, inner in enumerate(value, 1):
+                values |= all_values(inner, f"{name} {number}: ")
+        elif name != "device":
+            values[name] = value
+    return values
+
+
+def code_versions() -> Json:
+    """Return the digest of this package's code, and the versions of Python and LIBRARIES."""
+    package = Path(__file__).parents[1]
+    digest = sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()} ".encode() + file.read_bytes())
+    versions: Json = {"sana_core": digest.hexdigest()[:16], "Python": "{}.{}".format(*sys.version_info)}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

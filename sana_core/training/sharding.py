@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import InputError, VersionError
 from ..runtime.text import Json
-from .parallel import DDP
+from .optimizers import DDP
 from .ranks import ALONE, Ranks
 from .settings import TrainingSettings
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 BLOCKS = ("", "SanaBlock", "SanaMSBlock", "SanaTransformerBlock")
 # classes that an error lists
 LISTED = 8
+# Indices of samples of one shape, and whether they count. False: the rank computes them to accompany the others.
+Microbatch = tuple[list[int], bool]
 
 
 class Shards(NamedTuple):
@@ -318,10 +320,10 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
 
 def gather(
     shards: Shards, device: torch.device, dtype: torch.dtype | None, first: bool, trained_alone: bool
-) -> list[nn.Module] | None:
-    """Return, on the first rank, the models with whole weights on `device`; None on the others, which have to call it.
+) -> list[nn.Module]:
+    """Return the models with whole weights on `device` on the first rank, no models on the others.
 
-    Trained weights have `dtype`, or where that is None their own. One weight after another is gathered. With
+    Trained weights are converted to `dtype`. None: they keep theirs. One weight after another is gathered. With
     `trained_alone` frozen weights stay empty.
     """
     models = copy.deepcopy(list(shards.whole)) if first else []
@@ -341,4 +343,27 @@ def gather(
     for module in (module for model in models for module in model.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-    return models if first else None
+    return models
+
+
+def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
+    """Return the microbatches of rank number `rank` in a step with the batches `group`.
+
+    All `count` ranks get the same number, because ranks with fewer would leave the others waiting for gradients. Whole
+    batches are dealt out. If there are fewer batches than ranks, they are split. A rank without a batch for the last
+    round computes one image whose loss does not count.
+    """
+    pieces = list(group)
+    if len(group) < count:
+        parts = -(-count // len(group))
+        pieces = [piece for batch in group for piece in split(batch, parts)]
+    rounds = -(-len(pieces) // count)
+    counted = [(list(piece), True) for piece in pieces[rank::count]]
+    return counted + [(list(pieces[0][:1]), False)] * (rounds - len(counted))
+
+
+def split(batch: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Return `batch` in at most `parts` parts, whose lengths differ by at most one."""
+    parts = min(parts, len(batch))
+    bounds = [number * len(batch) // parts for number in range(parts + 1)]
+    return [batch[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -27,8 +27,7 @@ from ..runtime.atomic_files import digest_file, sync
 from ..runtime.text import Json, brief
 from .optimizers import fill
 from .runs import SHARDS, TENSORS, broken, save_whole
-from .sharding import row_slices
-from .train_state import TrainState
+from .sharding import Layout, row_slices
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException
@@ -45,29 +44,43 @@ ROWS = "_row"
 COLUMNS = "_col"
 
 
-def tensors_of(state: TrainState) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return all that a state needs of `state`: tensors by name, and values for JSON."""
-    own, values = optimizer_state(state.optimizer)
-    tensors = {f"parameter.{name}": parameter.detach() for name, parameter in state.parameters.items()}
-    tensors.update({f"optimizer.{name}": tensor for name, tensor in own.items()})
-    tensors.update({f"average.{name}": tensor for name, tensor in (state.average or {}).items()})
+def tensors_of(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor] | None,
+) -> tuple[dict[str, torch.Tensor], Json]:
+    """Return the contents of a state: tensors by name, and values for JSON."""
+    optimizer_tensors, values = optimizer_state(optimizer)
+    tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
+    tensors.update({f"optimizer.{name}": tensor for name, tensor in optimizer_tensors.items()})
+    tensors.update({f"average.{name}": tensor for name, tensor in (average or {}).items()})
     return tensors, values
 
 
-def restore(state: TrainState, tensors: dict[str, torch.Tensor], values: Json, name: str) -> None:
-    """Give `state` what `tensors_of` returned; `name` is the state's. Raises CheckpointError for another model's."""
+def restore(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor] | None,
+    tensors: Mapping[str, torch.Tensor],
+    values: Json,
+    name: str,
+) -> None:
+    """Restore parameters, optimizer and average from the contents of the state `name`.
+
+    Raises CheckpointError if the state is of another model.
+    """
 
     def group(prefix: str) -> dict[str, torch.Tensor]:
-        return {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
-    stored, own = group("parameter."), state.parameters
-    for key in sorted(own.keys() | stored.keys()):
-        if key not in stored or key not in own or stored[key].shape != own[key].shape:
+    stored = group("parameter.")
+    for key in sorted(parameters.keys() | stored.keys()):
+        if key not in stored or key not in parameters or stored[key].shape != parameters[key].shape:
             raise CheckpointError(f"{name}: {key} is missing or of another shape; remove that folder, or name another")
-    fill(own, stored)
-    restore_optimizer(state.optimizer, group("optimizer."), values)
-    if state.average is not None:
-        fill(state.average, group("average."))
+    fill(parameters, stored)
+    restore_optimizer(optimizer, group("optimizer."), values)
+    if average is not None:
+        fill(average, group("average."))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], Json]:
@@ -154,10 +167,10 @@ def decode(attribute: object) -> object:
     return getattr(torch, attribute.removeprefix("torch.")) if isinstance(attribute, str) else attribute
 
 
-def owner_of(state: TrainState, name: str) -> tuple[DTensor | None, str]:
+def owner_of(layout: Layout, name: str) -> tuple[DTensor | None, str]:
     """Return the weight in rows that the tensor of this name in a state belongs to, None where there is no such weight,
     and the tensor's own name."""
-    trained = {} if state.layout.shards is None else state.layout.shards.trained
+    trained = {} if layout.shards is None else layout.shards.trained
     kind, _, rest = name.partition(".")
     if kind != "optimizer":
         return trained.get(rest), ""
@@ -176,20 +189,20 @@ def is_shared(key: str) -> bool:
     return key == STEP or key.endswith(COLUMNS)
 
 
-def chosen_save(state: TrainState) -> Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]]:
+def chosen_save(layout: Layout) -> Callable[[Mapping[str, torch.Tensor], Path], dict[str, str]]:
     """Return what writes the tensors of a state: all ranks together, or where one has everything, and torch has no
     files for that yet (2.9 has), the first alone."""
-    ranks = state.ranks
+    ranks = layout.ranks
     if ranks.size == 1:
         return save_whole
     import torch.distributed.checkpoint as checkpoint
 
-    if state.layout.shards is None and not hasattr(checkpoint, "HuggingFaceStorageWriter"):
+    if layout.shards is None and not hasattr(checkpoint, "HuggingFaceStorageWriter"):
         return lambda tensors, part: ranks.run_on_rank0(partial(save_whole, tensors, part)) or {}
-    return partial(save_shards, state)
+    return partial(save_shards, layout)
 
 
-def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
+def save_shards(layout: Layout, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
     """Write this rank's part of `tensors`, those of a state, into the folder `part`; all ranks have to.
 
     Returns the digests of its files by their names in `part`. Where one rank fails all raise: OutputError if the
@@ -200,16 +213,16 @@ def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Pa
     def show() -> dict[str, torch.Tensor]:
         # a number by itself has no place in those files
         plain = {name: tensor.detach().reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}
-        return dict(as_part(state, name, tensor.contiguous()) for name, tensor in plain.items())
+        return dict(as_part(layout, name, tensor.contiguous()) for name, tensor in plain.items())
 
     def finish() -> dict[str, str]:
-        files = sorted((part / SHARDS).glob(f"shard-{state.ranks.rank + 1:05d}-*"))
+        files = sorted((part / SHARDS).glob(f"shard-{layout.ranks.rank + 1:05d}-*"))
         for file in files:
             # each rank waits for its own disk
             sync(file)
         return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
 
-    shown = state.ranks.run_on_all(show)
+    shown = layout.ranks.run_on_all(show)
     failure: BaseException | None = None
     writer = HuggingFaceStorageWriter(str(part / SHARDS), save_distributed=True)
     try:
@@ -225,20 +238,20 @@ def save_shards(state: TrainState, tensors: Mapping[str, torch.Tensor], part: Pa
         else:
             text = brief(str(cause) or type(cause).__name__)
             failure = TrainingError(f"training: cannot write the state ({text}); the same command resumes")
-    state.ranks.agree(failure)
-    return state.ranks.run_on_all(finish)
+    layout.ranks.agree(failure)
+    return layout.ranks.run_on_all(finish)
 
 
-def as_part(state: TrainState, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+def as_part(layout: Layout, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """Return the name in the files, and what this rank has of the tensor: all of it, or its rows as a part of it."""
-    owner, key = owner_of(state, name)
+    owner, key = owner_of(layout, name)
     if owner is None:
         return name, tensor
     if is_own(key):
-        return f"{name}{OWN}{state.layout.part}", tensor
+        return f"{name}{OWN}{layout.part}", tensor
     if is_shared(key):
         return name, tensor
-    return name, in_rows(state, tensor, owner, whole_shape(owner, key))
+    return name, in_rows(layout, tensor, owner, whole_shape(owner, key))
 
 
 def whole_shape(owner: DTensor, key: str) -> torch.Size:
@@ -246,66 +259,66 @@ def whole_shape(owner: DTensor, key: str) -> torch.Size:
     return owner.shape[:1] if key.endswith(ROWS) else owner.shape
 
 
-def in_rows(state: TrainState, tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
+def in_rows(layout: Layout, tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
     """Return `tensor` as this rank's rows of one of `shape`, divided as `owner` is, in the memory where it is."""
     from torch.distributed.tensor import DTensor
 
-    assert state.layout.shards is not None
+    assert layout.shards is not None
     # A mesh of GPUs would move a tensor of the CPU to the GPU.
-    mesh = state.layout.shards.cpu_mesh if tensor.device.type == "cpu" else owner.device_mesh
+    mesh = layout.shards.cpu_mesh if tensor.device.type == "cpu" else owner.device_mesh
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, mesh, owner.placements, run_check=False, shape=shape, stride=stride)
 
 
-def read_tensors(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:
+def read_tensors(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
     """Return the tensors of the state in `folder` as `state` holds them here; they were in `count` shares.
 
     Raises InputError for 8-bit values that were in other shards, and as `read_state` takes it for a broken state.
     """
     if (folder / SHARDS).is_dir():
-        return read_shards(state, folder / SHARDS, count)
+        return read_shards(layout, folder / SHARDS, count)
     from safetensors import safe_open
 
     found = {}
     with safe_open(folder / TENSORS, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             view = file.get_slice(name)
-            rows = own_rows(state, name, view.get_shape())
+            rows = own_rows(layout, name, view.get_shape())
             found[name] = file.get_tensor(name) if rows is None else view[rows]
     return found
 
 
-def own_rows(state: TrainState, name: str, shape: Sequence[int]) -> slice | None:
+def own_rows(layout: Layout, name: str, shape: Sequence[int]) -> slice | None:
     """Return the rows of this rank of a tensor of the whole `shape`, None for all of it.
 
     Raises InputError for the state of an optimizer in 8 bits.
     """
-    owner, key = owner_of(state, name)
-    if owner is None or state.layout.parts == 1:
+    owner, key = owner_of(layout, name)
+    if owner is None or layout.parts == 1:
         return None
     if is_own(key):
-        raise of_others(1, state.layout.parts)
+        raise of_others(1, layout.parts)
     if is_shared(key):
         return None
-    return row_slices(shape[0], state.layout.parts)[state.layout.part]
+    return row_slices(shape[0], layout.parts)[layout.part]
 
 
-def read_shards(state: TrainState, folder: Path, count: int) -> dict[str, torch.Tensor]:
+def read_shards(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
     wanted: dict[str, torch.Tensor] = {}
     for name, about in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         plain, _, number = name.partition(OWN)
-        if number and count != state.layout.parts:
-            raise of_others(count, state.layout.parts)
-        if number and int(number) != state.layout.part:
+        if number and count != layout.parts:
+            raise of_others(count, layout.parts)
+        if number and int(number) != layout.part:
             continue
         wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)  # type: ignore[union-attr]
-        owner, _ = owner_of(state, plain)
-        rows = None if number else own_rows(state, plain, wanted[name].shape)
+        owner, _ = owner_of(layout, plain)
+        rows = None if number else own_rows(layout, plain, wanted[name].shape)
         if owner is not None and rows is not None:
             # A copy, so that the whole tensor is freed.
-            wanted[name] = in_rows(state, wanted[name][rows].clone(), owner, wanted[name].shape)
+            wanted[name] = in_rows(layout, wanted[name][rows].clone(), owner, wanted[name].shape)
     try:
         with quiet():
             load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

@@ -13,7 +13,7 @@ from shapes import combinations, draw_scene, prompt, random_scene
 
 from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 STEPS = 6
 PROMPTS = ("a red circle on a blue background", "a green star on a white background")

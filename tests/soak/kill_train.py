@@ -33,7 +33,7 @@ from pictures import write_pictures  # noqa: E402
 from small import make_checkpoint  # noqa: E402
 
 from sana_core.errors import SanaError  # noqa: E402
-from sana_core.training import loop, runs, train  # noqa: E402
+from sana_core.training import runs, trainer  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation  # noqa: E402
 
@@ -94,7 +94,7 @@ def start(settings: TrainingSettings, prepare: Prepare = lambda out: None) -> in
         os.dup2(log, 2)
         prepare(Path(settings.out))
         try:
-            train.train(settings)
+            trainer.train(settings)
             status = 0
         except SanaError as error:
             os.write(2, f"{error}\n".encode())
@@ -136,10 +136,10 @@ def in_save(number: int) -> Prepare:
                 if count == number:
                     die()
 
-        write, loop.remove_older = watched(loop.write_state), watched(loop.remove_older)
+        write, trainer.remove_older = watched(trainer.write_state), watched(trainer.remove_older)
         # and what it returns, which another thread calls
-        loop.write_state = lambda *values: watched(write(*values))
-        train.publish = watched(train.publish)
+        trainer.write_state = lambda *values: watched(write(*values))
+        trainer.publish = watched(trainer.publish)
         sys.addaudithook(hook)
 
     return prepare
@@ -238,7 +238,7 @@ def main() -> None:
     def soak_next(kills: int, seed: int, base: Path) -> Counter[str]:
         model = model_folder(arguments.models[seed // arguments.part % len(arguments.models)], base)
         # imports all that a run does, which takes longer than the run
-        train.train(settings_of(model, new_folder(base)))
+        trainer.train(settings_of(model, new_folder(base)))
         return soak(kills, seed, model, base)
 
     repeat(soak_next, {"steps": STEPS}, arguments)

@@ -7,7 +7,7 @@ import pytest
 from setup import ROOT
 
 from sana_core.errors import InputError, MissingFileError
-from sana_core.training.preflight import all_values
+from sana_core.training.ranks import all_values
 from sana_core.training.settings import Phase, TrainingSettings, check_settings
 from sana_core.training.settings_file import read_settings
 
