@@ -27,8 +27,8 @@ from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text
 from .data_files import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
-from .runs import stranger, writing
 from .settings import TrainingSettings
+from .states import stranger, writing
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

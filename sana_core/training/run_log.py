@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from ..runtime.atomic_files import patiently, reason_of
-from .runs import LOG, find_states
+from .states import LOG, find_states
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Line(TypedDict, total=False):
     loss: float
     learning_rate: float
     grad_norm: float
-    pictures: int
+    images: int
     seconds: float
     validation_loss: float
     steps: int  # reported: of the whole run
@@ -130,7 +130,7 @@ class Eta:
         """Return a step's line of the log, with its "steps" in all, as text: step, loss, rate, speed and time left."""
         self.first = line["step"] - 1 if self.first is None else self.first
         left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
-        speed = line["pictures"] / max(line["seconds"], 1e-9)
+        speed = line["images"] / max(line["seconds"], 1e-9)
         text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"
         return f"{text}, {speed:.2f} images a second, {clock(left)} left"
 

@@ -99,23 +99,6 @@ from .previews import Inputs, check_own, encode_validation, generate_validation,
 from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
 from .run_log import Line, RunLog
-from .runs import (
-    SavedState,
-    adopt_states,
-    begin_run,
-    check_config,
-    check_finite,
-    check_folder,
-    check_places,
-    find_states,
-    note_result,
-    publish,
-    read_state,
-    remove_older,
-    step_folder,
-    write_state,
-    writing,
-)
 from .schedule import (
     Best,
     Group,
@@ -136,7 +119,25 @@ from .schedule import (
 )
 from .settings import CONSISTENCY, FLOW, Loss, Phase, TrainingSettings
 from .sharding import Layout, describe_layout, gather, lay_out, local_parameters, microbatches
-from .state_files import chosen_save, read_tensors, restore, tensors_of
+from .states import (
+    SavedState,
+    adopt_states,
+    begin_run,
+    check_config,
+    check_finite,
+    check_folder,
+    check_places,
+    find_states,
+    note_result,
+    publish,
+    read_state,
+    remove_older,
+    restore,
+    step_folder,
+    tensors_of,
+    write_state,
+    writing,
+)
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -611,8 +612,7 @@ class Trainer:
 
     def resume_at(self, newest: Path) -> None:
         """Restore the state in the folder `newest`. An epoch whose images or batches have changed begins again."""
-        read = partial(read_tensors, self.layout)
-        saved = self.ranks.run_on_all(lambda: read_state(newest, read, self.ranks))
+        saved = self.ranks.run_on_all(lambda: read_state(newest, self.layout))
         check_config(self.config, saved.config, self.out)
         restore(self.parameters, self.optimizer, self.average, saved.tensors, saved.values, newest.name)
         self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
@@ -854,9 +854,7 @@ class Trainer:
             saved = SavedState(
                 self.progress, tensors, values, self.config, digests, self.best, self.validated, self.layout.parts
             )
-            complete = write_state(
-                self.out, self.parts, saved, self.gather_and_export, chosen_save(self.layout), self.ranks
-            )
+            complete = write_state(self.out, self.parts, saved, self.gather_and_export, self.layout)
             self.saved = step
         best_step = None if self.best is None else self.best.step
 
@@ -928,7 +926,7 @@ class Trainer:
             "loss": loss,
             "learning_rate": rate,
             "grad_norm": norm,
-            "pictures": sum(map(len, group)),
+            "images": sum(map(len, group)),
             "seconds": round(time.perf_counter() - began, 4),
         }
 

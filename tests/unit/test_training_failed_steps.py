@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training import cache, dataset, optimizers, runs, trainer
-from sana_core.training.runs import find_states
+from sana_core.training import cache, dataset, optimizers, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 from sana_core.training.trainer import Trainer
 
 IMAGES, STEPS, FAILING = 8, 5, 3
@@ -470,7 +470,7 @@ def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make,
 
 def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check_resumed, monkeypatch):
     settings = replace(make(stream=False), save_every=2)
-    real, calls = runs.put_state, []
+    real, calls = states.put_state, []
 
     def put_state(*values):
         calls.append(1)
@@ -479,7 +479,7 @@ def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check
         real(*values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "put_state", put_state)
+        patch.setattr(states, "put_state", put_state)
         ((kind, text),) = fail(settings, 1)
     assert kind == "OutputError" and "No space left" in text
     ((step, _),) = find_states(Path(settings.out))

@@ -15,8 +15,8 @@ from PIL import Image
 from sana_core.errors import CheckpointError, ExistingFileError, InputError, TrainingError
 from sana_core.training import trainer
 from sana_core.training.run_log import append_log, read_log, read_losses
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 
 @pytest.fixture(scope="module")

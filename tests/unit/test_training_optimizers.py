@@ -25,9 +25,8 @@ from sana_core.training.optimizers import (
     update_average,
     validation_weights,
 )
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
-from sana_core.training.state_files import optimizer_state, restore, restore_optimizer, tensors_of
+from sana_core.training.states import find_states, optimizer_state, restore, restore_optimizer, tensors_of
 from sana_core.training.trainer import train as train_run
 
 LIBRARIES = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}

@@ -11,9 +11,9 @@ from pictures import write_pictures
 from trained import lines_of
 
 from sana_core.errors import InputError, MissingFileError, ReadError
-from sana_core.training import cache, ranks, run_log, runs, state_files, trainer
-from sana_core.training.runs import find_states
+from sana_core.training import cache, ranks, run_log, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 from sana_core.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
@@ -88,9 +88,9 @@ PHASES = {
     "image of a preview": Failing(trainer, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
     "gathering for a preview": Failing(trainer, "gather", MEMORY),
     "values of a state": Failing(trainer, "check_finite", MEMORY),
-    "parts of a state": Failing(state_files, "as_part", MEMORY),
-    "disk of a state": Failing(state_files, "sync", DISK),
-    "moving a state": Failing(runs, "put_state", DISK, victims=(0,)),
+    "parts of a state": Failing(states, "as_part", MEMORY),
+    "disk of a state": Failing(states, "sync", DISK),
+    "moving a state": Failing(states, "put_state", DISK, victims=(0,)),
     "export": Failing(trainer, "write_adapter", DISK, victims=(0,)),
     "gathering for an export": Failing(trainer, "gather", MEMORY, calls=1),
     "result": Failing(trainer, "publish", DISK, victims=(0,)),

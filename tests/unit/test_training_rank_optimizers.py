@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from sana_core import load_transformer
 from sana_core.training import optimizers, trainer
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
+from sana_core.training.states import find_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")]
 STEPS = 6

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from trained import difference, lines_of, newest
 
 from sana_core.checkpoints.convert import convert_checkpoint
-from sana_core.training import state_files, trainer
+from sana_core.training import states, trainer
 from sana_core.training.run_log import read_log
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 
@@ -127,7 +127,7 @@ def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings,
 
 def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeypatch):
     own = settings(kind="fsdp")
-    real = state_files.save_shards
+    real = states.save_shards
 
     def full_disk(learner, tensors, part):
         digests = real(learner, tensors, part)
@@ -135,7 +135,7 @@ def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeyp
             raise OSError(28, "No space left on device")
         return digests
 
-    monkeypatch.setattr(state_files, "save_shards", full_disk)
+    monkeypatch.setattr(states, "save_shards", full_disk)
     found = outcomes(2, lambda ranks: trainer.train(own, ranks=ranks))
     assert found[1][0] == "OutputError" and found[0][0] == "TrainingError" and "No space left" in found[0][1]
     assert [step for step, _ in find_states(Path(own.out))] == [2]
@@ -151,7 +151,7 @@ OTHERS = {
 SAID = {
     "settings": r"settings: rank 1 on .* has seed 1, but rank 0 on .* has 0; start all with the same",
     "a phase": "settings: rank 1 on .* has phase 1: learning_rate 0.002, but rank 0 on .* has 0.001",
-    "pictures": "data: rank 1 on .* has pictures .*, but rank 0 on",
+    "pictures": "data: rank 1 on .* has images .*, but rank 0 on",
 }
 
 

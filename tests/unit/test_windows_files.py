@@ -11,9 +11,9 @@ from test_training_files import make, out, shared  # noqa: F401
 from sana_core.errors import OutputError
 from sana_core.runtime import atomic_files
 from sana_core.runtime.atomic_files import output_file, patiently, remove, write_whole
-from sana_core.training import run_log, runs, trainer
+from sana_core.training import run_log, states, trainer
 from sana_core.training.run_log import read_log
-from sana_core.training.runs import find_states
+from sana_core.training.states import find_states
 
 
 class SharingViolation(PermissionError):
@@ -102,7 +102,7 @@ def test_a_training_run_keeps_its_states_while_a_scanner_opens_its_files(make, o
 def hurried(monkeypatch):
     """Nobody waits long for a file."""
     monkeypatch.setattr(atomic_files, "PATIENCE", 0.1)
-    monkeypatch.setattr(runs, "SCAN_PATIENCE", 0.1)
+    monkeypatch.setattr(states, "SCAN_PATIENCE", 0.1)
 
 
 @pytest.fixture
