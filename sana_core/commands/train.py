@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
     from ..training.run_log import Eta, describe_validation
-    from ..training.trainer import no_progress, train
+    from ..training.trainer import ignore, train
     from .log_writers import tensorboard_writer, wandb_writer
 
     if ranks.first:
@@ -100,7 +100,7 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         writers += [stack.enter_context(wandb_writer(out, settings.name))] if wandb else []
         poll = stack.enter_context(stopping())
         show = stack.enter_context(progress_line())
-        path = train(settings, report, progress if ranks.first else no_progress, poll, ranks=ranks)
+        path = train(settings, report, progress if ranks.first else ignore, poll, ranks=ranks)
     if ranks.first:
         sys.stdout.write(f"{path}\n")
 

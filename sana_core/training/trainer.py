@@ -30,7 +30,7 @@ from ..decode import encode_images
 from ..errors import ExistingFileError, InputError, SanaError, TrainingError
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
-from ..model.known_models import GUIDANCE, TransformerConfig
+from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
 from ..model.text import encode_prompts
 from ..runtime.accelerator import chosen_device
@@ -117,7 +117,7 @@ from .schedule import (
     same_epochs,
     steps_left,
 )
-from .settings import CONSISTENCY, FLOW, Loss, Phase, TrainingSettings
+from .settings import CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import (
     SavedState,
@@ -146,7 +146,7 @@ logger = logging.getLogger(__name__)
 
 # Receives the line of the log of each step and validation.
 Report = Callable[[Line], None]
-# Receives what is being prepared, how many parts of it are done, and how many there are.
+# Receives the name of a preparation, its finished parts, and their total number.
 OnProgress = Callable[[str, int, int], None]
 # Receives the step and the validation's images [3, H, W] in [-1, 1].
 Show = Callable[[int, Sequence[torch.Tensor]], None]
@@ -170,24 +170,16 @@ class Piece(NamedTuple):
     batch: Batch
 
 
-def no_report(line: Line) -> None:
-    """No-op default."""
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """No-op default."""
-
-
-def no_show(step: int, images: Sequence[torch.Tensor]) -> None:
-    """No-op default."""
+def ignore(*values: object) -> None:
+    """No-op default of the callbacks."""
 
 
 def train(
     settings: TrainingSettings,
-    report: Report = no_report,
-    progress: OnProgress = no_progress,
+    report: Report = ignore,
+    progress: OnProgress = ignore,
     poll: Poll = no_poll,
-    show: Show = no_show,
+    show: Show = ignore,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Train as `settings` say, from the newest state in `settings.out`. Returns the file or folder of the result, which
@@ -265,10 +257,10 @@ class Trainer:
     def __init__(
         self,
         settings: TrainingSettings,
-        report: Report = no_report,
-        on_progress: OnProgress = no_progress,
+        report: Report = ignore,
+        on_progress: OnProgress = ignore,
         poll: Poll = no_poll,
-        show: Show = no_show,
+        show: Show = ignore,
         ranks: Ranks = ALONE,
     ) -> None:
         self.settings, self.ranks = settings, ranks
@@ -442,7 +434,7 @@ class Trainer:
 
     def digest_models(self) -> Json:
         """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
-        report = partial(self.on_progress if self.ranks.first else no_progress, "digest of the model")
+        report = partial(self.on_progress if self.ranks.first else ignore, "digest of the model")
         known, settings = self.cache_store().folder / MODELS, self.settings
         digests = fingerprint(settings.model, report, known, settings.reference)
         for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
@@ -504,7 +496,7 @@ class Trainer:
     ) -> PhaseData:
         """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
         settings = self.settings
-        on_progress = no_progress if silent else self.on_progress
+        on_progress = ignore if silent else self.on_progress
         buckets = [choose_bucket(sample.size, sample.resolution) for sample in samples]
         cached = 0 if settings.stream else len(samples)
         cache = build_cache(
@@ -660,7 +652,8 @@ class Trainer:
                     self.wait_for_save()
             with self.saving_on_error():
                 self.validate_if_due()
-            if self.is_save_due():
+            step, is_best = self.progress.step, self.best is not None and self.best.step == self.progress.step
+            if not self.groups or step % self.settings.save_every == 0 or is_best:
                 with self.saving_on_error():
                     self.wait_for_save()
                 self.save()
@@ -692,7 +685,9 @@ class Trainer:
             elif self.ranks.all_know(error):
                 # The frames of the traceback hold the tensors of the failed step. Saving may need their memory.
                 clear_frames(error.__traceback__)
-                self.drop_step()
+                self.optimizer.zero_grad()
+                if self.layout.shards is not None:
+                    self.layout.shards.drop_step()
                 try:
                     self.save()
                     self.wait_for_save()
@@ -701,12 +696,6 @@ class Trainer:
                     logger.error("%s", str(error) or type(error).__name__)
                     raise
             raise
-
-    def drop_step(self) -> None:
-        """Free the memory of a failed step: its gradients, and under FSDP the gathered weights."""
-        self.optimizer.zero_grad()
-        if self.layout.shards is not None:
-            self.layout.shards.drop_step()
 
     # A validation
 
@@ -833,14 +822,6 @@ class Trainer:
                 parameters[name] = parameter
 
     # A saved state
-
-    def is_save_due(self) -> bool:
-        step = self.progress.step
-        return (
-            not self.groups
-            or step % self.settings.save_every == 0
-            or (self.best is not None and self.best.step == step)
-        )
 
     def save(self) -> None:
         """Save a state unless the last one is of the same step. A thread moves it to its place and removes old ones."""
@@ -1126,7 +1107,15 @@ def check_base(settings: TrainingSettings) -> float:
         find_part(inspect_checkpoint(settings.source(kind)), kind)
     info = find_part(inspect_checkpoint(settings.model), "transformer")
     module: Any = build_module(info)
-    check_loss_fits(module.config, settings.loss)
+    if settings.loss.kind == FLOW and module.config.guidance_embeds:
+        raise InputError(
+            "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "
+            "settings file set loss.kind to consistency"
+        )
+    if settings.loss.kind != FLOW and not module.config.guidance_embeds:
+        raise InputError(
+            "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
+        )
     if settings.method.kind == "controlnet":
         check_steerable(module.config, settings.method.blocks)
     if not settings.method.whole:
@@ -1135,19 +1124,6 @@ def check_base(settings: TrainingSettings) -> float:
         add_adapter(module, settings.method, settings.seed)
         begin_at(module, settings.method)
     return shift_of(info, None, settings.reference)
-
-
-def check_loss_fits(config: TransformerConfig, loss: Loss) -> None:
-    """Raise InputError unless `loss` is for the transformer with `config`."""
-    if loss.kind == FLOW and config.guidance_embeds:
-        raise InputError(
-            "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "
-            "settings file set loss.kind to consistency"
-        )
-    if loss.kind != FLOW and not config.guidance_embeds:
-        raise InputError(
-            "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
-        )
 
 
 def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
