@@ -119,7 +119,8 @@ def plan_lines(settings: TrainingSettings, card: float | None, cards: int = 1) -
     from ..training.optimizers import DDP
     from ..training.plan import duration_lines, plan_training, read_base
     from ..training.released import released_base, released_variant
-    from ..training.trainer import check_base, check_steps
+    from ..training.sharding import check_steps
+    from ..training.trainer import check_base
 
     if card is not None:
         check_number("card", card, 1, 10_000)

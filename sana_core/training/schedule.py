@@ -28,6 +28,8 @@ from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 
 logger = logging.getLogger(__name__)
+# A phase counts as made longer if its schedule has progressed further, by this fraction, than its steps say.
+LONGER = 0.05
 # The batches of one step, as indices of samples.
 Group = list[list[int]]
 
@@ -326,3 +328,16 @@ def steps_left(phase: Phase, progress: TrainProgress, count: int) -> int:
     if total is None:
         done, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
     return max(0, total - done)
+
+
+def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:
+    """Log a warning if the learning rate of a phase has fallen before the phase was made longer."""
+    behind = max(0, progress.phase_step - phase.warmup)
+    fraction = behind / (behind + steps_left(phase, progress, count))
+    if phase.schedule != "constant" and progress.done - fraction > LONGER:
+        logger.warning(
+            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
+            "schedule to constant, or add a [[phase]]",
+            progress.phase + 1,
+            learning_rate(phase, progress),
+        )

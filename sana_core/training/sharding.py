@@ -347,6 +347,31 @@ def gather(
     return models
 
 
+def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
+    """Raise InputError if `ranks` cannot train together as `settings` say."""
+    check_steps(settings, ranks.size)
+    if settings.parallel.kind != DDP and not ranks.launched:
+        raise InputError(
+            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
+            "start with torchrun, see docs/training-command.md, or choose ddp"
+        )
+
+
+def check_steps(settings: TrainingSettings, count: int) -> None:
+    """Raise InputError unless each step has an image for each of `count` ranks, and the replicas are of equal size."""
+    for number, phase in enumerate(settings.phase, 1):
+        images = phase.batch * phase.accumulate
+        if images < count:
+            raise InputError(
+                f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
+                f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
+            )
+    if count % settings.parallel.replicas:
+        raise InputError(
+            f"replicas: got {settings.parallel.replicas} for {count} processes, expected a number that divides them"
+        )
+
+
 def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
     """Return the microbatches of rank number `rank` in a step with the batches `group`.
 

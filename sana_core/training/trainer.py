@@ -115,10 +115,10 @@ from .schedule import (
     learning_rate,
     read_samples,
     same_epochs,
-    steps_left,
+    warn_of_rate,
 )
 from .settings import CONSISTENCY, FLOW, Phase, TrainingSettings
-from .sharding import Layout, describe_layout, gather, lay_out, local_parameters, microbatches
+from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import (
     SavedState,
     adopt_states,
@@ -157,8 +157,6 @@ IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
 MODELS = "models"
 # Number of times at which a validation measures the loss of each held-out image.
 VALIDATION_TIMES = 8
-# A phase counts as made longer if its schedule has progressed further, by this fraction, than its steps say.
-LONGER = 0.05
 
 
 class Piece(NamedTuple):
@@ -1098,9 +1096,6 @@ class Trainer:
         return publish(self.out, self.parts, self.lora_file, chosen)
 
 
-# Checks before the first step. A plan of a training uses them too.
-
-
 def check_base(settings: TrainingSettings) -> float:
     """Check that model, loss and method fit together. Returns the shift of the model. Reads only headers."""
     for kind in ("text_encoder", "autoencoder"):
@@ -1124,31 +1119,6 @@ def check_base(settings: TrainingSettings) -> float:
         add_adapter(module, settings.method, settings.seed)
         begin_at(module, settings.method)
     return shift_of(info, None, settings.reference)
-
-
-def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
-    """Raise InputError if `ranks` cannot train together as `settings` say."""
-    check_steps(settings, ranks.size)
-    if settings.parallel.kind != DDP and not ranks.launched:
-        raise InputError(
-            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
-            "start with torchrun, see docs/training-command.md, or choose ddp"
-        )
-
-
-def check_steps(settings: TrainingSettings, count: int) -> None:
-    """Raise InputError unless each step has an image for each of `count` ranks, and the replicas are of equal size."""
-    for number, phase in enumerate(settings.phase, 1):
-        images = phase.batch * phase.accumulate
-        if images < count:
-            raise InputError(
-                f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
-                f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
-            )
-    if count % settings.parallel.replicas:
-        raise InputError(
-            f"replicas: got {settings.parallel.replicas} for {count} processes, expected a number that divides them"
-        )
 
 
 def describe_config(settings: TrainingSettings) -> Json:
@@ -1198,16 +1168,3 @@ def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken
         if not phase:
             raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
     return readable
-
-
-def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:
-    """Log a warning if the learning rate of a phase has fallen before the phase was made longer."""
-    behind = max(0, progress.phase_step - phase.warmup)
-    fraction = behind / (behind + steps_left(phase, progress, count))
-    if phase.schedule != "constant" and progress.done - fraction > LONGER:
-        logger.warning(
-            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
-            "schedule to constant, or add a [[phase]]",
-            progress.phase + 1,
-            learning_rate(phase, progress),
-        )

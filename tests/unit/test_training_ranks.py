@@ -18,8 +18,7 @@ from sana_core.training.came import CAME
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
-from sana_core.training.sharding import describe_layout, microbatches
-from sana_core.training.trainer import check_steps
+from sana_core.training.sharding import check_steps, describe_layout, microbatches
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 PICTURES = 8
