@@ -277,17 +277,19 @@ class Trainer:
             check_settings_and_code(self.ranks, self.settings)
         with self.hold_folder():
             self.check_folder()
-            self.prepare_data()
-            self.set_up(self.load_base(), shift, self.chosen_device())
-            if self.ranks.launched and self.ranks.first:
-                log_line(describe_layout(self.layout, self.parameters, self.device))
-            with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
-                try:
+            try:
+                self.prepare_data()
+                self.set_up(self.load_base(), shift, self.chosen_device())
+                if self.ranks.launched and self.ranks.first:
+                    log_line(describe_layout(self.layout, self.parameters, self.device))
+                with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
                     self.resume()
                     self.run_steps()
-                finally:
-                    self.log.close()
-            return self.finish()
+                return self.finish()
+            finally:
+                self.log.close()
+                # The encoders of streamed data refer to this trainer. Without the cycle its memory is freed at once.
+                self.data = ()
 
     # The folder
 

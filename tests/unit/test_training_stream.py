@@ -1,6 +1,8 @@
 """A run that encodes each picture when it is learnt is the run over a cache, and keeps nothing of the pictures."""
 
+import gc
 import tarfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,24 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
     kept = [len(list((Path(own.out) / "cache").rglob("*.safetensors"))) for own in (streamed, cached)]
     # the empty prompt alone
     assert kept[0] == 1 < kept[1]
+
+
+def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, monkeypatch):
+    """On a GPU the memory would stay taken after a training in ComfyUI."""
+    models, real = [], trainer.Trainer.set_up
+
+    def set_up(self, transformer, *values):
+        models.append(weakref.ref(transformer))
+        real(self, transformer, *values)
+
+    monkeypatch.setattr(trainer.Trainer, "set_up", set_up)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.train(settings("freed", method=Method("full")))
+        assert [model() for model in models] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
