@@ -54,7 +54,7 @@ class Draw(NamedTuple):
     times: torch.Tensor
     # bool [B], whether the caption is replaced by the empty one.
     dropped: torch.Tensor
-    # [B], uniform in [0, 1), for the choice of the guidance.
+    # [B], uniform in [0, 1). The guidance is chosen with it.
     choices: torch.Tensor
 
 
@@ -82,7 +82,7 @@ def generator(stream: int, key: Sequence[int]) -> np.random.Generator:
 
 @contextmanager
 def seeded_dropout(device: torch.device, key: Sequence[int]) -> Iterator[None]:
-    """Seed torch's generator with `key`, such as seed, step and rank, for the dropout of an adapter.
+    """Seed torch's generator with `key`, such as seed, step and rank, before the dropout of an adapter.
 
     Afterwards the generators have their earlier states again.
     """

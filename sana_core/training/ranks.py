@@ -463,7 +463,7 @@ class Heartbeat:
         return self.failure
 
     def silent(self, ranks: Iterable[int]) -> str:
-        """Return the names of those of `ranks` that have not beaten for LOST seconds, as text."""
+        """Return as text the names of the `ranks` that have not beaten for LOST seconds."""
         found, now = [], time.monotonic()
         for rank in ranks:
             key = f"{BEATS}/{rank}"

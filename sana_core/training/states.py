@@ -168,7 +168,7 @@ def check_config(config: Json, existing: Json, out: Path) -> None:
     """Raise InputError for the first value of `config` that differs from the config of the run in `out`."""
     for name in sorted(config.keys() | existing.keys()):
         if config.get(name) != existing.get(name):
-            got, has = ("none" if each.get(name) is None else brief(each[name]) for each in (config, existing))
+            got, has = ("none" if value is None else brief(value) for value in (config.get(name), existing.get(name)))
             raise InputError(f"{name}: got {got}, but the run in {out} has {has}; name another folder, or set it back")
 
 
@@ -183,13 +183,13 @@ def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> 
         check_config(config, {name: value for name, value in existing.items() if name != MODEL}, out)
     check_places(out)
     folders, states = (out / STEPS, out / PICTURES), find_states(out)
-    taken = [folder for folder in folders if folder.exists() and not folder.is_dir()]
+    foreign_files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
     if existing is None:
-        taken += [file for file in (out / LOG, *folders[1].glob("step-*.png")) if file.exists()]
+        foreign_files += [file for file in (out / LOG, *folders[1].glob("step-*.png")) if file.exists()]
     files = [out / name for name in names]
-    taken += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
-    if taken:
-        raise stranger(min(taken))
+    foreign_files += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
+    if foreign_files:
+        raise stranger(min(foreign_files))
     reached = progress_of(read_document(states[-1][1])).phase + 1 if states else 0
     if reached > phases:
         raise InputError(
@@ -203,9 +203,9 @@ def check_places(out: Path) -> None:
     named = [path for path in (out / STEPS).glob("step-*") if NAME.fullmatch(path.name)]
     # The states are listed afterwards, because a thread may add or remove one meanwhile.
     states = {folder for _, folder in find_states(out)}
-    taken = [path for path in named if path not in states and path.exists()]
-    if taken:
-        raise stranger(min(taken))
+    foreign_files = [path for path in named if path not in states and path.exists()]
+    if foreign_files:
+        raise stranger(min(foreign_files))
 
 
 def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
@@ -288,7 +288,9 @@ def write_state(
         ranks.run_on_rank0(begin)
         export(part)
         own_digests = save_tensors(layout, saved.tensors, part)
-        digests.update({name: digest for found in ranks.all_gather(own_digests) for name, digest in found.items()})
+        digests.update(
+            {name: digest for rank_digests in ranks.all_gather(own_digests) for name, digest in rank_digests.items()}
+        )
     return complete
 
 
@@ -306,8 +308,8 @@ def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, st
     names = {path: path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()}
     files = {**digests, **{name: digest_file(path) for path, name in names.items() if name not in digests}}
     # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
-    whole = json.loads(json.dumps({**document, "files": files}))
-    text = json.dumps({**whole, "digest": digest_json(whole)}, indent=1, sort_keys=True)
+    content = json.loads(json.dumps({**document, "files": files}))
+    text = json.dumps({**content, "digest": digest_json(content)}, indent=1, sort_keys=True)
     # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later.
     write_whole(part / STATE, text.encode(), part)
     sync(part)
@@ -368,7 +370,7 @@ def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
 
 
 def has_only_its_files(folder: Path) -> bool:
-    """Whether the folder of a state has no files besides the files that were written into it."""
+    """Whether the folder of a state has only the files that were written into it."""
     try:
         written = {STATE, *read_document(folder)["files"]}
     except CheckpointError:
@@ -577,11 +579,11 @@ def owner_of(layout: Layout, name: str) -> tuple[DTensor | None, str]:
     None: the tensor belongs to no sharded weight.
     """
     trained = {} if layout.shards is None else layout.shards.trained
-    kind, _, rest = name.partition(".")
+    kind, _, parameter = name.partition(".")
     if kind != "optimizer":
-        return trained.get(rest), ""
-    number, _, key = rest.partition(".")
-    return {str(index): each for index, each in enumerate(trained.values())}.get(number), key
+        return trained.get(parameter), ""
+    number, _, key = parameter.partition(".")
+    return {str(index): weight for index, weight in enumerate(trained.values())}.get(number), key
 
 
 def is_of_one_shard(key: str) -> bool:
@@ -686,13 +688,13 @@ def read_tensors(layout: Layout, folder: Path, count: int) -> dict[str, torch.Te
         return read_shards(layout, folder / SHARDS, count)
     from safetensors import safe_open
 
-    found = {}
+    tensors = {}
     with safe_open(folder / TENSORS, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             view = file.get_slice(name)
             rows = own_rows(layout, name, view.get_shape())
-            found[name] = file.get_tensor(name) if rows is None else view[rows]
-    return found
+            tensors[name] = file.get_tensor(name) if rows is None else view[rows]
+    return tensors
 
 
 def own_rows(layout: Layout, name: str, shape: Sequence[int]) -> slice | None:
@@ -710,27 +712,27 @@ def own_rows(layout: Layout, name: str, shape: Sequence[int]) -> slice | None:
 def read_shards(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
-    wanted: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, about in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         plain, _, number = name.partition(SHARD_MARK)
         if number and count != layout.parts:
             raise other_shards(count, layout.parts)
         if number and int(number) != layout.part:
             continue
-        wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)  # type: ignore[union-attr]
+        tensors[name] = torch.empty(about.size, dtype=about.properties.dtype)  # type: ignore[union-attr]
         owner, _ = owner_of(layout, plain)
-        rows = None if number else own_rows(layout, plain, wanted[name].shape)
+        rows = None if number else own_rows(layout, plain, tensors[name].shape)
         if owner is not None and rows is not None:
             # A copy, so that the whole tensor is freed.
-            wanted[name] = in_rows(layout, wanted[name][rows].clone(), owner, wanted[name].shape)
+            tensors[name] = in_rows(layout, tensors[name][rows].clone(), owner, tensors[name].shape)
     try:
         with quiet():
-            load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise broken(folder.parent, str(reason(error))) from None
     return {
-        name.partition(SHARD_MARK)[0]: each.to_local() if hasattr(each, "to_local") else each
-        for name, each in wanted.items()
+        name.partition(SHARD_MARK)[0]: tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for name, tensor in tensors.items()
     }
 
 

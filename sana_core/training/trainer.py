@@ -435,11 +435,11 @@ class Trainer:
     def digest_models(self) -> Json:
         """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
         report = partial(self.on_progress if self.ranks.first else ignore, "digest of the model")
-        known, settings = self.cache_store().folder / MODELS, self.settings
-        digests = fingerprint(settings.model, report, known, settings.reference)
+        settings, folder = self.settings, self.cache_store().folder / MODELS
+        digests = fingerprint(settings.model, report, folder, settings.reference)
         for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
             if path:
-                part_digests = fingerprint(path, report, known, settings.reference)
+                part_digests = fingerprint(path, report, folder, settings.reference)
                 digests |= {name: part_digests[name] for name in names}
         return digests
 
@@ -958,7 +958,11 @@ class Trainer:
         microbatches_here = microbatches(group, ranks.rank, ranks.size)
         total = sum(map(len, group))
         if not isinstance(cache, Stream):
-            return ranks.run_on_all(lambda: [Piece(*each, cache.load(each[0])) for each in microbatches_here]), total
+
+            def load() -> list[Piece]:
+                return [Piece(indices, counts, cache.load(indices)) for indices, counts in microbatches_here]
+
+            return ranks.run_on_all(load), total
         skip = self.settings.skip_broken
         broken: dict[int, SanaError] = {}
 

@@ -129,9 +129,9 @@ def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeyp
     own = settings(kind="fsdp")
     real = states.save_shards
 
-    def full_disk(learner, tensors, part):
-        digests = real(learner, tensors, part)
-        if learner.ranks.rank == 1 and learner.parameters and part.name == ".state-4.part":
+    def full_disk(layout, tensors, part):
+        digests = real(layout, tensors, part)
+        if layout.ranks.rank == 1 and part.name == ".state-4.part":
             raise OSError(28, "No space left on device")
         return digests
 
