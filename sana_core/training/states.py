@@ -345,6 +345,8 @@ def adopt_states(out: Path) -> None:
         else:
             folder = step_folder(out, progress_of(document).step)
             if not folder.exists():
+                # A process that was killed after its first state was complete has not created the folder of states.
+                folder.parent.mkdir(exist_ok=True)
                 move_state(part, folder)
                 logger.info("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
             elif (folder / STATE).is_file():

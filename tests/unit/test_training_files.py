@@ -12,8 +12,8 @@ from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from PIL import Image
 
-from sana_core.errors import CheckpointError, ExistingFileError, InputError, TrainingError
-from sana_core.training import trainer
+from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
+from sana_core.training import states, trainer
 from sana_core.training.run_log import append_log, read_log, read_losses
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
@@ -254,6 +254,24 @@ def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
     shutil.rmtree(file.parent)
     trainer.train(make())
     assert (out / "x.safetensors").exists() and len(read_losses(out)) == 4
+
+
+def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start(make, out, monkeypatch):
+    """A kill between the two leaves the state without the folder that it moves to."""
+
+    def fail(part):
+        raise OSError(5, "Input/output error")
+
+    whole = trainer.train(make()).read_bytes()
+    shutil.rmtree(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "sync", fail)
+        with pytest.raises(OutputError, match="Input/output error"):
+            trainer.train(make())
+    assert not (out / "steps").exists()
+    resumed = []
+    assert trainer.train(make(), lambda line: resumed.append(line["step"])).read_bytes() == whole
+    assert min(resumed) > 1
 
 
 @pytest.mark.parametrize("kind", ["parameter", "optimizer"])
