@@ -552,10 +552,11 @@ def graph(recorder: Recorder) -> None:
 
 
 def train(recorder: Recorder) -> None:
+    from trainers import make_trainer, take_step
+
     from benchmarks.train_memory import SAMPLES, empty_prompt, fake_batch, make_settings, predict, transformer
     from sana_core.training.schedule import TrainProgress
     from sana_core.training.settings import Method
-    from sana_core.training.train_state import make_train_state, take_step
 
     pixels = 128 if recorder.small else 1024
     cases: dict[str, dict[str, Any]] = {"LoRA": {}, "batch 4": {"batch": 4}, "no checkpointing": {"checkpoint": False}}
@@ -564,7 +565,7 @@ def train(recorder: Recorder) -> None:
         def learn(changes: dict[str, Any] = changes, name: str = name) -> dict[str, Any]:
             settings = make_settings(pixels=pixels, method=Method(rank=16), **changes)
             model = transformer(VARIANTS["1.6B"], BF16, pixels).to(recorder.device)
-            state = make_train_state(model, 3.0, settings, recorder.device)
+            state = make_trainer(model, 3.0, settings, recorder.device)
 
             def load(indices: list[int]) -> Any:
                 batch = fake_batch(len(indices), pixels // 32, BF16)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trainers import make_trainer, take_step
 
 from benchmarks.machine import write
 from benchmarks.train_lora import CHECKPOINT
@@ -30,10 +31,9 @@ from sana_core.doctor.arithmetic import transformer
 from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache
 from sana_core.training.dataset import read_dataset
-from sana_core.training.loop import learn
-from sana_core.training.schedule import Data, TrainProgress
+from sana_core.training.schedule import PhaseData, TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings
-from sana_core.training.train_state import TrainState, make_train_state, take_step
+from sana_core.training.trainer import Trainer
 
 STEPS = 30
 PICTURES = 96
@@ -51,16 +51,16 @@ def settings(batch: int, steps: int = 10**6) -> TrainingSettings:
     )
 
 
-def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> Data:
+def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> PhaseData:
     samples = read_dataset(folder / "data")[:PICTURES]
     buckets = [(side, side)] * len(samples)
     cache = build_cache(
         samples, buckets, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
     )
-    return Data(samples, cache, list(range(len(samples))), [], buckets, "")
+    return PhaseData(samples, cache, list(range(len(samples))), [], buckets, "")
 
 
-def random_data(folder: Path, side: int, width: int) -> Data:
+def random_data(folder: Path, side: int, width: int) -> PhaseData:
     """Return data of the size that the released encoders make, without numbers that mean anything."""
     numbers = torch.Generator().manual_seed(0)
 
@@ -73,7 +73,7 @@ def random_data(folder: Path, side: int, width: int) -> Data:
     return read_data(folder, f"random-{side}", side, pixels, caption)
 
 
-def bare_step(learner: TrainState, batches: Sequence[Any], number: int) -> None:
+def bare_step(learner: Trainer, batches: Sequence[Any], number: int) -> None:
     """Take the same step as `take_step`, of a batch in memory, and no more than what PyTorch needs for it."""
     batch = batches[number % len(batches)]
     noise = torch.randn_like(batch.latents)
@@ -88,9 +88,9 @@ def bare_step(learner: TrainState, batches: Sequence[Any], number: int) -> None:
     learner.optimizer.zero_grad()
 
 
-def step(transformers: Sequence[Any], data: Data, batch: int) -> dict[str, Any]:
+def step(transformers: Sequence[Any], data: PhaseData, batch: int) -> dict[str, Any]:
     """Compare the steps of a run with the bare ones, each on a transformer of its own."""
-    own, bare = (make_train_state(one, 3.0, settings(batch)) for one in transformers)
+    own, bare = (make_trainer(one, 3.0, settings(batch)) for one in transformers)
     groups = [[list(range(start, start + batch))] for start in range(0, len(data.samples) - batch + 1, batch)]
     batches = [data.cache.load(group[0]) for group in groups]
     for group in bare.optimizer.param_groups:
@@ -98,7 +98,7 @@ def step(transformers: Sequence[Any], data: Data, batch: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"run": [], "bare": []}
     for number in range(STEPS + 3):
         began = time.process_time()
-        learn(own, data, groups[number % len(groups)], TrainProgress(number))
+        take_step(own, data, groups[number % len(groups)], TrainProgress(number), 1e-4)
         between = time.process_time()
         bare_step(bare, batches, number)
         seconds["run"].append(between - began)
@@ -140,7 +140,7 @@ def epoch(folder: Path, batch: int) -> dict[str, Any]:
         folder, "encoded", 128, pixels, lambda text, instruction: encode_prompts(encoder, [text], instruction)
     )
     encoding = time.process_time() - began
-    learner = make_train_state(load_transformer(CHECKPOINT, device, torch.float32), 1.0, settings(batch))
+    learner = make_trainer(load_transformer(CHECKPOINT, device, torch.float32), 1.0, settings(batch))
     groups = [[list(range(start, start + batch))] for start in range(0, len(data.samples) - batch + 1, batch)]
     timed = TimedCache(data.cache)
     take_step(learner, data, groups[0], TrainProgress(), 1e-4)

@@ -111,7 +111,7 @@ def right(wanted: list[Scene], checkpoint: Path) -> dict[str, float]:
 
 def main() -> None:
     from sana_core.training.settings_file import read_settings
-    from sana_core.training.train import train
+    from sana_core.training.trainer import train
 
     folder = Path(sys.argv[1])
     if not (folder / "old").exists():

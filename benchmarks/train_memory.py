@@ -19,6 +19,7 @@ import torch
 from fake_accelerator import FAKE, default_dtype
 from live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensor
+from trainers import make_trainer, take_step
 
 from benchmarks.machine import write
 from sana_core.model.known_models import (
@@ -35,7 +36,6 @@ from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.released import build_transformer, released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
-from sana_core.training.train_state import make_train_state, take_step
 
 # of a step, which asks them for the weight of their loss
 SAMPLES = [Sample("", "", (0, 0), FileRange(Path()))] * 64
@@ -170,7 +170,7 @@ def count_step(
         # torchao's step without a compiler
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         weights = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
-        learner = make_train_state(transformer(model, weights, phase.resolution), 3.0, settings, ranks=ranks)
+        learner = make_trainer(transformer(model, weights, phase.resolution), 3.0, settings, ranks=ranks)
         data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=SAMPLES)
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):

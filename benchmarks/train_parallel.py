@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from launched import results_of
 from live_bytes import BLOCK, LiveBytes
+from trainers import make_trainer, take_step
 
 from benchmarks import ROOT
 from benchmarks.machine import description
@@ -45,7 +46,6 @@ from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.released import released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Parallel, TrainingSettings
-from sana_core.training.train_state import make_train_state, take_step
 
 CARDS, STEPS, BLOCKS = 4, 8, 6
 # the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards
@@ -129,7 +129,7 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     """Return the median seconds of a step of two pictures: the trainer's, or those of a loop without a trainer."""
     torch.manual_seed(0)
     settings = speed_settings(kind)
-    learner = make_train_state(transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
+    learner = make_trainer(transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
     batch, empty = fake_batch(1, 16, torch.float32), empty_prompt(torch.float32)
     data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
     found = []

@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import write
-from sana_core.training import loop
+from sana_core.training import trainer
 from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 # those of the run that is measured, how often it saves, and how often that run would whose share is told
 STEPS, EVERY, TOLD = 60, 10, 100
@@ -31,7 +31,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     phase = replace(settings.phase[0], steps=STEPS)
     settings = replace(settings, phase=(phase,), method=method, validation=Validation(), save_every=EVERY, keep=1)
-    write_state = loop.write_state
+    write_state = trainer.write_state
 
     def at_once(*values: Any) -> Callable[[], None]:
         write_state(*values)()
@@ -39,7 +39,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for way, put in (("behind", write_state), ("at_once", at_once)):
-        loop.write_state = put
+        trainer.write_state = put
         times: list[float] = []
         steps: list[float] = []
 
@@ -52,7 +52,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
                 train(replace(settings, out=folder, cache=cache), report)
                 size = sum(file.stat().st_size for file in Path(folder, "steps").rglob("*") if file.is_file())
         finally:
-            loop.write_state = write_state
+            trainer.write_state = write_state
         # what lies between two steps, and what of it is the state; the least of each, for others use the machine too
         between = [after - before - step for (before, after), step in zip(pairwise(times), steps[1:], strict=True)]
         stood = min(between[number - 1] for number in range(EVERY, STEPS, EVERY)) - min(between)

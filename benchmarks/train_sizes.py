@@ -25,7 +25,7 @@ from demo.dataset import write_dataset
 from demo.painting import paint
 from demo.world import Scene, training_scenes
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 SMALL, LARGE = 256, 384
 STEPS, PAINTINGS, SEEDS = 200, 100, 3

@@ -17,7 +17,7 @@ from diffusers import SanaControlNetModel
 from kornia.filters import canny
 
 from sana_core.training.settings_file import read_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 from .captions import SAID, counted, random_caption
 from .checkpoint import forget_origin

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from sana_core.checkpoints import load_text_encoder
 from sana_core.training.settings import TrainingSettings
 from sana_core.training.settings_file import read_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 from . import text
 from .autoencoder import measure, to_pixels

@@ -81,9 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`, of which the first says how it goes."""
-    from ..training.prepare import no_progress
     from ..training.run_log import Eta, describe_validation
-    from ..training.train import train
+    from ..training.trainer import ignore, train
     from .log_writers import tensorboard_writer, wandb_writer
 
     if ranks.first:
@@ -112,7 +111,7 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         writers += [stack.enter_context(wandb_writer(out, settings.name))] if wandb else []
         poll = stack.enter_context(stopping())
         show = stack.enter_context(progress_line())
-        path = train(settings, report, progress if ranks.first else no_progress, poll, ranks=ranks)
+        path = train(settings, report, progress if ranks.first else ignore, poll, ranks=ranks)
     if ranks.first:
         sys.stdout.write(f"{path}\n")
 
@@ -131,10 +130,11 @@ def plan_lines(
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.autofit import arrangement_lines, fit_lines, table_lines
-    from ..training.parallel import DDP
+    from ..training.optimizers import DDP
     from ..training.plan import duration_lines, plan_training, read_base
-    from ..training.preflight import check_base, check_shares
     from ..training.released import released_base, released_variant
+    from ..training.sharding import check_steps
+    from ..training.trainer import check_base
 
     if card is not None:
         check_number("card", card, 1, 10_000)
@@ -155,7 +155,7 @@ def plan_lines(
     check_whole("cards", cards, 1, 4096)
     lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if cards > 1 or settings.parallel.kind != DDP:
-        check_shares(settings, cards)
+        check_steps(settings, cards)
         return [*lines, *arrangement_lines(settings, base, cards, room)]
     return [*lines, *fit_lines(settings, base, plan, room)]
 

@@ -33,8 +33,8 @@ from ..errors import InputError, VersionError
 from ..runtime.atomic_files import digest_of
 from ..runtime.text import shown
 from .images import FileRange, read_range
-from .runs import find_states, read_run
 from .settings import ADAPTERS, TARGETS, Method, TrainingSettings
+from .states import find_states, read_run
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..memory import CONTEXT, count
 from ..model.known_models import CARDS
 from .memory_model import FP32_BYTES, weights_dtype
-from .parallel import DDP, FSDP, KINDS, OFFLOADED
+from .optimizers import DDP, FSDP, KINDS, OFFLOADED
 from .plan import (
     Base,
     Plan,

@@ -13,7 +13,8 @@ adversarial loss (LADD) are not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model.controlnet import Control
 from ..model.known_models import GUIDANCE
 from ..model.reference import model_timestep
+from ..runtime.accelerator import current_device
 from ..sampling.schedules import shift_sigmas
 from .controlnet import steered, steering_residuals
 from .settings import MODE, UNIFORM, Loss
@@ -31,33 +33,36 @@ from .settings import MODE, UNIFORM, Loss
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# so that the random values of training, of validation, of dropout and of variants are different ones
+# Numbers of independent random streams.
 TRAINING, VALIDATION, DROPOUT, CHOICE = range(4)
-# sigma_data: how large NVIDIA scales latents, which are about 1 here; it sets the scale of the tangent and of the times
+# sigma_data, the standard deviation to which NVIDIA scales latents. Here it is about 1. It scales tangent and times.
 DATA_STD = 0.5
-# of the logarithm of DATA_STD tan(t)
+# Mean and standard deviation of the logarithm of DATA_STD tan(t).
 ANGLE_MEAN, ANGLE_STD = 0.2, 1.6
 # The guidance that the model receives during training.
 GUIDANCES = (4.0, 4.5, 5.0)
-# what is added to the tangent's norm before it divides the tangent
+# Added to the tangent's norm before the tangent is divided by it.
 SMALLEST_NORM = 0.1
 
 
 class Draw(NamedTuple):
-    """The random values of a batch; those of each image depend on that image alone."""
+    """The random values of a batch. The values of an image depend on the image, not on its batch."""
 
-    noise: torch.Tensor  # [B, 32, h, w], standard normal
-    times: torch.Tensor  # [B], uniform in (0, 1) before the logit-normal
-    dropped: torch.Tensor  # bool [B]: the caption gives way to the empty one
-    choices: torch.Tensor  # [B], uniform in [0, 1), for a loss that has something to choose
+    # [B, 32, h, w], standard normal.
+    noise: torch.Tensor
+    # [B], uniform in (0, 1), before the logit-normal distribution.
+    times: torch.Tensor
+    # bool [B], whether the caption is replaced by the empty one.
+    dropped: torch.Tensor
+    # [B], uniform in [0, 1). The guidance is chosen with it.
+    choices: torch.Tensor
 
 
 def draw_training(shape: Sequence[int], keys: Sequence[Sequence[int]], dropout: float) -> Draw:
     """Return the random values of images whose latents have `shape` [32, h, w], float32 on the CPU.
 
-    Each of `keys` are whole numbers, such as seed, epoch and image, that alone decide on that image's values: not
-    its batch, nor the process, nor what was drawn before. So a run that is resumed, or shared out over devices, draws
-    what an uninterrupted one draws.
+    Each key has whole numbers, such as seed, epoch and image. The values of an image depend only on its key, not on the
+    batch, the process or earlier values. So a run that is resumed or divided among devices has the same values.
     """
     noise, times, dropped, choices = [], [], [], []
     for key in keys:
@@ -70,13 +75,30 @@ def draw_training(shape: Sequence[int], keys: Sequence[Sequence[int]], dropout: 
 
 
 def generator(stream: int, key: Sequence[int]) -> np.random.Generator:
-    """Return the generator of a seed and the numbers behind it in `key`, another one for each `stream`."""
-    # a spawn key keeps its words apart from the seed's, of which there are as many as the seed is long
+    """Return the random generator of a `stream` and a `key`, which begins with the seed."""
+    # The spawn key is separate from the seed, so a long seed cannot equal a shorter seed with more numbers.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key[0], spawn_key=(stream, *key[1:]))))
 
 
+@contextmanager
+def seeded_dropout(device: torch.device, key: Sequence[int]) -> Iterator[None]:
+    """Seed torch's generator with `key`, such as seed, step and rank, before the dropout of an adapter.
+
+    Afterwards the generators have their earlier states again.
+    """
+    seed = int(generator(DROPOUT, key).integers(2**63))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        # torch.manual_seed would seed the generators of all GPUs, of which only this one's is restored.
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            with current_device(device):
+                torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
 def logit_normal(times: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
-    """Return sigmoid(z) of the normal z that lies at the share `times` of its distribution."""
+    """Return sigmoid(z) of the normal quantiles z at `times`."""
     return torch.sigmoid(mean + std * torch.special.ndtri(times.clamp(1e-6, 1 - 1e-6)))
 
 
@@ -85,9 +107,10 @@ def drop_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `embeds` [B, T, C] and `mask` [B, T] with the `empty` prompt's for the captions that are dropped.
 
-    `empty` has embeds [300, C] and mask [300]. Guidance compares with what is learned here, so the mask is the one that
-    the model generates with: the caption's if it is `shared`, as in NVIDIA's code (CaptionEmbedder.token_drop in
-    diffusion/model/nets/sana_blocks.py replaces the embeddings alone), else the empty prompt's own, as in diffusers'.
+    `empty` has embeds [300, C] and mask [300]. Guidance compares with the prediction for the empty prompt, so it is
+    learned with the mask that sampling uses. With `shared` this is the caption's mask, as in NVIDIA's code
+    (CaptionEmbedder.token_drop in diffusion/model/nets/sana_blocks.py replaces only the embeddings). Otherwise it is
+    the mask of the empty prompt, as in diffusers.
     """
     width = embeds.shape[1]
     embeds = torch.where(dropped[:, None, None], empty["embeds"][None, :width].to(embeds), embeds)
@@ -108,9 +131,9 @@ def flow_loss(
     """Return the squared error [B] of the velocity noise - x0 for latents `x0` [B, 32, h, w], in the noise's dtype.
 
     x = (1 - sigma) x0 + sigma noise, sigma [B] (SANA paper, section 2.3). `captions` are embeds [B, T, C] and mask
-    [B, T]. With `weight` [B, 1, h, w], from 0 to 1, the mean is over what it lets through. Untrained: 1 + the variance
-    of x0, about 2; trained: about 0.7 at 1024 px, irreducible. `control`, with a latent for each image, steers the
-    model.
+    [B, T]. `weight` [B, 1, h, w], from 0 to 1, weights the mean. The loss of an untrained model is 1 + the variance of
+    x0, about 2. A trained model has about 0.7 at 1024 px, which cannot be reduced. `control` steers the model, with a
+    latent for each image.
     """
     embeds, mask = captions
     s = sigma.view(-1, 1, 1, 1)
@@ -137,7 +160,7 @@ def flow_loss(
 
 
 def mean_error(difference: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean square [B] of `difference` [B, 32, h, w], over what `weight` [B, 1, h, w] lets through."""
+    """Return the mean square [B] of `difference` [B, 32, h, w], weighted with `weight` [B, 1, h, w]."""
     error = difference.square()
     if weight is None:
         return error.mean(dim=(1, 2, 3))
@@ -145,8 +168,10 @@ def mean_error(difference: torch.Tensor, weight: torch.Tensor | None) -> torch.T
 
 
 def training_sigmas(times: torch.Tensor, shift: float, loss: Loss | None = None) -> torch.Tensor:
-    """Return the sigmas of training for uniform `times`, as `loss` has them, by default logit-normal (0, 1) as SANA's;
-    then shifted. "mode" is equation 20 of arXiv 2403.03206."""
+    """Return the shifted sigmas of training for uniform `times`. The default is logit-normal (0, 1), as for SANA.
+
+    "mode" is equation 20 of arXiv 2403.03206.
+    """
     loss = loss or Loss()
     if loss.times == UNIFORM:
         return shift_sigmas(times, shift)
@@ -157,7 +182,7 @@ def training_sigmas(times: torch.Tensor, shift: float, loss: Loss | None = None)
 
 
 def validation_times(count: int) -> torch.Tensor:
-    """Return the middles of `count` equal shares of (0, 1): every validation sees the same times."""
+    """Return the middles of `count` equal parts of (0, 1). They are the same in every validation."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
@@ -168,19 +193,25 @@ def validation_noise(shape: Sequence[int], key: Sequence[int]) -> torch.Tensor:
 
 
 class Prompt(NamedTuple):
-    """What a batch of images is asked to show."""
+    """The prompts of a batch."""
 
-    embeds: torch.Tensor  # [B, T, C] in the forward's dtype
-    mask: torch.Tensor  # [B, T]
-    guidance: torch.Tensor  # [B], before the model's own scale
+    # [B, T, C] in the forward's dtype.
+    embeds: torch.Tensor
+    # [B, T].
+    mask: torch.Tensor
+    # [B], before the model's scale.
+    guidance: torch.Tensor
 
 
 class Point(NamedTuple):
-    """Where a batch is on its trajectories."""
+    """The points of a batch on their trajectories."""
 
-    x: torch.Tensor  # [B, 32, h, w]
-    angle: torch.Tensor  # [B]
-    velocity: torch.Tensor  # dx/dt, as x
+    # [B, 32, h, w].
+    x: torch.Tensor
+    # [B].
+    angle: torch.Tensor
+    # dx/dt, in the shape of x.
+    velocity: torch.Tensor
 
 
 def training_angles(times: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from .cache import Batch
 from .came import CAME
 from .optimizers import OPTIMIZERS, make_optimizer, step_optimizer
 from .settings import Method, TrainingSettings
-from .train_state import batch_loss, make_train_state
+from .trainer import Trainer
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
@@ -239,14 +239,15 @@ def count_step(
         dtype = getattr(torch, method.weights if method.kind == "full" else settings.dtype)
         # The library's own `to` warns of a list of modules that is empty.
         torch.nn.Module.to(transformer, dtype)
-        state = make_train_state(transformer, 1.0, replace(settings, method=method))
-    models: list[Any] = [transformer] if state.controlnet is None else [transformer, state.controlnet]
+        trainer = Trainer(replace(settings, method=method))
+        trainer.set_up(transformer, 1.0)
+    models: list[Any] = trainer.models
     with counting() as live:
         drop_data(models)
         idle = live.alive
         blocks: list[Any] = list(transformer.transformer_blocks)
-        if state.controlnet is not None:
-            blocks += [*state.controlnet.transformer_blocks, *state.controlnet.controlnet_blocks]
+        if trainer.controlnet is not None:
+            blocks += [*trainer.controlnet.transformer_blocks, *trainer.controlnet.controlnet_blocks]
         more_of = {id(tensor): times for number, times in repeats.items() for tensor in tensors_of(blocks[number])}
         tensors = {id(tensor): tensor for module in models for tensor in tensors_of(module)}
         trained = {name: parameter for name, parameter in models[-1].named_parameters() if parameter.requires_grad}
@@ -260,7 +261,8 @@ def count_step(
         batch = fake_batch(settings, size)
         # The batch, and the empty prompt, which replaces captions that are dropped, stay during a step.
         empty = torch.empty(batch[0].embeds.shape[1:], dtype=batch[0].embeds.dtype)
-        batch_loss(state._replace(parameters=trained), *batch).sum().backward()
+        trainer.parameters = trained
+        trainer.batch_loss(*batch).sum().backward()
         del empty
         live.mark(None)
         peaks = [peak - idle + missing for peak in repeated_peaks(live.intervals[1:], repeats)]

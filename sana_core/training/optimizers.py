@@ -16,8 +16,9 @@ import torch
 from ..errors import InputError, VersionError
 from ..runtime.text import Json
 from .came import BUCKET, CAME, SMALLEST, shard_sizes
-from .parallel import DDP, FSDP, KINDS
 
+# How several GPUs can train one model: the values of `parallel.kind`.
+DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
 # Bits of fp32's fraction that bf16 leaves out.
 DROPPED = 16
 Tensors = Mapping[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""The validation's images, made with this pack's sampler as from the file of what is trained; a sheet of them all."""
+"""The images of validations, which this pack's sampler generates, and a sheet with all of them and the losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,40 +27,37 @@ from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
 from .run_log import Line, read_log
-from .runs import stranger, writing
 from .settings import TrainingSettings
-from .train_state import TrainState
+from .states import stranger, writing
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-# the entry of the PNG by which a sheet is known as one
+# The text entry of a PNG that marks it as a sheet.
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
-# columns at most; pixels: of an image's larger side, of headings, of the curves, and between all
+# The largest number of columns. In pixels: the larger side of an image, the heights of headings and curves, and gaps.
 COLUMNS, SIDE, HEAD, CURVES, GAP = 12, 192, 20, 160, 6
 PAPER, TEXT, LOSS, VALIDATION, BEST = "#fafaf8", "#282828", "#becde1", "#285096", "#d06010"
 
 
 class Inputs(NamedTuple):
-    """What the validation's images are generated from, encoded."""
+    """The encoded inputs of the validation's images."""
 
     prompts: list[Embedding]
     negative: Embedding
-    control: torch.Tensor | None  # [1 or as many as prompts, 32, h, w], in the model's scale
+    # [1 or the number of prompts, 32, h, w], in the model's scale. None: no control images.
+    control: torch.Tensor | None
 
 
 def preview_size(settings: TrainingSettings) -> Bucket:
-    """Return (width, height) of the validation's images: where training is at last decides, unless they say."""
+    """Return (width, height) of the validation's images. The default is the resolution of the last phase."""
     own, side = settings.validation, settings.phase[-1].resolution
     return own.width or side, own.height or side
 
 
 def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, encode: Encoders) -> Inputs | None:
-    """Return what the validation's images are generated from, kept in the cache; None where none are generated.
-
-    Raises as `read_range` and `decode_image` do for a control image.
-    """
+    """Encode the inputs of the validation's images, or read them from the cache. None: no images are generated."""
     validation, size = settings.validation, preview_size(settings)
     if not validation.every or not validation.prompts:
         return None
@@ -78,7 +75,7 @@ def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, e
         return find_or("latents", parts, lambda: encode_control(encode.pixels, data, file, size))["latents"]
 
     prompts = [text("caption", each, partial(encode_tokens, encode.caption, each)) for each in validation.prompts]
-    # all its tokens, for NVIDIA's mask is that of the positive prompt
+    # All tokens are kept, because NVIDIA's code masks the negative prompt with the mask of the positive one.
     own = validation.negative_prompt
     negative = text("negative prompt", own, partial(encode_text, encode.caption, own, False))
     control = torch.stack(list(map(steering, validation.control))) if validation.control else None
@@ -93,17 +90,23 @@ def encode_control(encode: EncodePixels, data: bytes, name: str, size: Bucket) -
 
 
 def generate_validation(
-    state: TrainState, inputs: Inputs | None, folder: Path, parts: Path, step: int, poll: Poll
+    settings: TrainingSettings,
+    models: Sequence[Any],
+    shift: float,
+    inputs: Inputs,
+    out: Path,
+    parts: Path,
+    step: int,
+    poll: Poll,
 ) -> list[torch.Tensor]:
-    """Generate the validation's prompts, prompt i with seed i, into `folder` as step-0000500-00.png and so on.
+    """Generate the validation's prompts, prompt i with seed i, into the run's folder, as step-0000500-00.png and so on.
 
-    Returns the images [3, H, W] in [-1, 1]. What is not whole lies in `parts`, and no file is replaced. Raises
-    OutputError where nothing can be written.
+    `models` are the transformer, and the ControlNet if one is trained. Returns the images [3, H, W] in [-1, 1].
+    Unfinished files are in `parts`, and no file is replaced.
     """
     from PIL import Image
 
-    assert inputs is not None
-    settings, transformer = state.settings, state.transformer
+    transformer, folder = models[0], out / PICTURES
     own, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
     sampling = SamplingSettings(
@@ -116,11 +119,10 @@ def generate_validation(
     )
     chunk = [image._replace(seed=image.number) for image in batch_images(len(inputs.prompts), 1, 0)]
     control = None
-    if state.controlnet is not None and inputs.control is not None:
-        control = Control(state.controlnet, inputs.control)
-    models = Models(transformer, None, state.shift)
+    if len(models) > 1 and inputs.control is not None:
+        control = Control(models[1], inputs.control)
     prompts = Conditioning(inputs.prompts, inputs.negative)
-    latents = sample(models, sampling, tuple(chunk), prompts, poll, ImageInputs(control))
+    latents = sample(Models(transformer, None, shift), sampling, tuple(chunk), prompts, poll, ImageInputs(control))
     dtype = getattr(torch, settings.dtype)
     autoencoder = load_autoencoder(settings.source("autoencoder"), transformer.device, dtype)
     images = decode(autoencoder, latents, poll)
@@ -134,24 +136,20 @@ def generate_validation(
 
 
 def write_beside(file: Path, data: bytes, parts: Path) -> None:
-    """Write `data` to `file`, or where that is another file, to the first free of NAME-2, NAME-3 and so on.
-
-    Raises OutputError where nothing can be written.
-    """
+    """Write `data` to `file`. If another file has that name, use the first free one of NAME-2, NAME-3 and so on."""
     for number in itertools.count(1):
         path = file if number == 1 else file.with_stem(f"{file.stem}-{number}")
         try:
             with writing(path):
                 return write_whole(path, data, parts)
         except ExistingFileError:
-            # a run that resumes from an earlier state generates the same again
+            # A run that resumes from an earlier state generates the same images again.
             if path.is_file() and path.read_bytes() == data:
                 return None
 
 
 def write_sheet(out: Path, parts: Path) -> None:
-    """Write the sheet of the run in `out`, over its earlier one. Raises ExistingFileError for a file of others, and
-    OutputError."""
+    """Write the sheet of the run in `out`, over its earlier sheet. Raises ExistingFileError for a file of others."""
     from PIL import Image, ImageDraw
     from PIL.PngImagePlugin import PngInfo
 
@@ -164,7 +162,7 @@ def write_sheet(out: Path, parts: Path) -> None:
     thumbs = {}
     for (step, row), path in found.items():
         if step in steps:
-            # somebody's folder or file of that name has an empty cell
+            # A folder or another file with that name gets an empty cell.
             with suppress(SanaError):
                 thumbs[step, row] = decode_image(read_range(FileRange(path), path.name), path.name)
                 thumbs[step, row].thumbnail((SIDE, SIDE))
@@ -191,7 +189,7 @@ def write_sheet(out: Path, parts: Path) -> None:
 
 
 def check_own(file: Path) -> None:
-    """Raise ExistingFileError for a file that is no sheet of a run."""
+    """Raise ExistingFileError if `file` exists and is no sheet of a run."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -206,13 +204,13 @@ def check_own(file: Path) -> None:
 
 
 def images_in(out: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the validations' images in `out`, with step and prompt as they are named."""
+    """Return the images of validations in `out`, with the matches of step and prompt in their names."""
     matches = [(path, IMAGE.fullmatch(path.name)) for path in (out / PICTURES).glob("step-*.png")]
     return [(path, match) for path, match in matches if match]
 
 
 def best_step(lines: Sequence[Line]) -> int | None:
-    """Return the step of the lowest validation loss in the log's newest phase; what is not trained yet is not it."""
+    """Return the step of the lowest validation loss in the log's last phase. The untrained model does not count."""
     phases = [(line["phase"], line["step"]) for line in lines if "phase" in line]
     began = max((step for phase, step in phases if phase != phases[-1][0]), default=0)
     own = [line for line in lines if "validation_loss" in line and line["step"] > began]
@@ -221,7 +219,7 @@ def best_step(lines: Sequence[Line]) -> int | None:
 
 
 def columns_of(steps: Sequence[int], best: int | None) -> list[int]:
-    """Return which of `steps` have a column: all, or the first, the last, the best, and others at even distances."""
+    """Return the steps with a column: all of them, or the first, the last, the best, and others at even distances."""
     if len(steps) <= COLUMNS:
         return list(steps)
     chosen = {steps[round(number * (len(steps) - 1) / (COLUMNS - 2))] for number in range(COLUMNS - 1)}
@@ -229,7 +227,7 @@ def columns_of(steps: Sequence[int], best: int | None) -> list[int]:
 
 
 def draw_losses(draw: ImageDraw, lines: Sequence[Line], best: int | None, box: tuple[int, int, int, int]) -> None:
-    """Draw the loss of each step and of each validation, with the lowest and the highest in words."""
+    """Draw the curves of the losses of steps and validations, with a text of the lowest and highest loss."""
     steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     validations = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     losses = [loss for _, loss in steps + validations]

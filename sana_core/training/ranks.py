@@ -1,8 +1,8 @@
-"""The processes that train one model together: who they are, what they say to each other, and whether they live.
+"""The processes that train one model together: how they connect, communicate, and notice that one of them has died.
 
-A launcher (torchrun, accelerate launch, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) starts the same
-command on each of them; torch.distributed finds the others by that. Numbers that steer the run travel over gloo between
-the CPUs, gradients over the backend of the device.
+A launcher, such as torchrun or accelerate launch, starts the same command in each process and sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. torch.distributed connects the processes. Numbers that steer the run are sent over gloo
+between the CPUs, gradients over the backend of the device.
 """
 
 from __future__ import annotations
@@ -17,35 +17,41 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from datetime import timedelta
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from os import _exit, getpid
+from pathlib import Path
 from platform import node
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
 import torch
 
 from ..errors import InputError, SanaError, TrainingError, first_line
 from ..runtime.accelerator import chosen_device, set_current_device
+from ..runtime.text import Json, brief
+from .settings import Place, TrainingSettings
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# a collective waits for the ranks that encode or generate meanwhile; that a rank is dead is for the heartbeats to find
-# out
+# Timeout of a collective. It may wait for a rank that encodes or generates images meanwhile. The heartbeat notices dead
+# ranks.
 PATIENCE = timedelta(hours=24)
-# known harmless warnings: nothing here works in place on what a projection returns; and the gradients of depthwise
-# convolutions, 0.2 % of all, are copied into their bucket
+# Harmless warnings. No code changes the output of a projection in place. The gradients of depthwise convolutions, 0.2 %
+# of all, are copied into their bucket.
 HARMLESS = ("FSDP2-wrapped module .* returned a view", "Grad strides do not match bucket view")
 # Time in which the processes of a run have to find each other, and seconds after which a waiting process logs a line.
 MEETING = timedelta(minutes=10)
 SILENCE = 2.0
-# seconds between two signs of life, and without one until a rank is taken for dead
+# Seconds between two heartbeats, and seconds without one after which a rank counts as dead.
 BEAT = 2.0
 LOST = 20.0
-# seconds in which the others end by themselves after a rank has failed
+# Seconds in which the other ranks can end by themselves after a rank has failed.
 GRACE = 10.0
 BEATS, NAMES, FAILED, HEARD = "beat", "name", "failed", "heard"
 # Settings of accelerate launch that this package does not read, with the names of its own settings. They reach the
@@ -60,17 +66,23 @@ ACCELERATE = {
     "use_deepspeed": "parallel.kind",
     "use_megatron_lm": "parallel.kind",
 }
-# Their values, in lower case, that ask for nothing.
+# Values of these settings, in lower case, that have no effect.
 UNSET = ("", "no", "none", "false", "0", "0.0", "1")
+# Packages whose versions have to be the same on all ranks, because the values of a step depend on them.
+LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
 class Ranks(NamedTuple):
-    """The `size` processes of a run, of which this is number `rank`; `launched` if a launcher has started them."""
+    """The processes of a run, seen from one of them."""
 
+    # Number of this process.
     rank: int = 0
+    # Number of processes.
     size: int = 1
+    # Whether a launcher has started the process.
     launched: bool = False
-    device: torch.device | None = None  # that of this rank, where a launcher has started it
+    # The device of this rank. None: the process was not launched.
+    device: torch.device | None = None
 
     @property
     def first(self) -> bool:
@@ -78,7 +90,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def total(self, *values: float) -> list[float]:
-        """Return the sums of `values` over all ranks, which all have to call this."""
+        """Return the sums of `values` over all ranks. All of them have to call this."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -108,10 +120,10 @@ class Ranks(NamedTuple):
         return found
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Return what `action` returns here, once it is done on all ranks.
+        """Run `action` on all ranks and wait for all of them. Returns its result on this rank.
 
-        `action` may not talk to other ranks: one that fails in it would leave the others waiting there. Raises what it
-        raises, and TrainingError where it has failed on another rank alone.
+        Raises the error of `action`, or a TrainingError if it has failed on another rank only. `action` must not
+        communicate: if one rank failed in it, the others would wait there for ever.
         """
         error = None
         found: list[T] = []
@@ -125,14 +137,15 @@ class Ranks(NamedTuple):
         return found[0]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T | None:
-        """Return what `action`, done by the first rank alone, returns there; None on the others, which wait for it."""
+        """Run `action` on the first rank while the others wait. Returns its result there, None on the others."""
         chosen: Callable[[], T | None] = action if self.first else lambda: None
         return self.run_on_all(chosen)
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise `error` once all ranks have called this; without one of its own, a rank ends as the others do.
+        """Raise an error on all ranks if one of them has called this with an `error`. All ranks have to call this.
 
-        `all_know` the errors that this raises.
+        A rank without an error raises a TrainingError, or KeyboardInterrupt if another rank was interrupted. `all_know`
+        is true for these errors.
         """
         if not self.total(float(error is not None))[0]:
             return
@@ -147,8 +160,8 @@ class Ranks(NamedTuple):
         raise error
 
     def all_know(self, error: BaseException) -> bool:
-        """Whether all ranks raise an error at this point. After any other error this rank may not enter a collective:
-        the others are in another one, and wait there."""
+        """Whether all ranks raise an error at this point. After any other error this rank must not enter a collective,
+        because the other ranks wait in another one."""
         if self.size == 1:
             return True
         cause: BaseException | None = error
@@ -164,11 +177,10 @@ ALONE = Ranks()
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Give the ranks that a launcher has started this process as one of, ALONE where none has.
+    """Connect to the other processes that a launcher has started. Gives their ranks, ALONE without a launcher.
 
-    `device` is the setting of that name; of several accelerators each rank of a machine takes its own. Raises
-    TrainingError that names what died when another rank does, or that not all have come, and InputError as
-    `chosen_device` and `launched` do.
+    `device` is the setting of that name. If a machine has several accelerators, each of its ranks takes another one. If
+    a rank dies or does not come, the TrainingError names it.
     """
     found = launched()
     if found is None or found[1] == 0:
@@ -189,7 +201,7 @@ def joined(device: str) -> Iterator[Ranks]:
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
             yield ranks
-        # the rank that keeps the store goes last
+        # The rank with the store ends last.
         ranks.total(0.0)
     except BaseException as error:
         if is_lost(error):
@@ -212,8 +224,7 @@ def joined(device: str) -> Iterator[Ranks]:
 def launched() -> tuple[Store, int, int] | None:
     """Return the launcher's store, the rank and the number of ranks. None: no launcher has started this process.
 
-    Waits for the other processes, and logs this after SILENCE seconds. Raises InputError for a port that another
-    program uses and for variables that are no numbers, and TrainingError if the other processes do not come.
+    Waits for the other processes, and logs this after SILENCE seconds.
     """
     if not torch.distributed.is_available():
         return None
@@ -285,7 +296,7 @@ def say_unused() -> None:
 
 
 def own_device(name: str) -> torch.device:
-    """Return the device of this rank: that of the setting, of an accelerator the one with its number on the machine."""
+    """Return the device of this rank. Without a number in the setting, it is the rank's number on its machine."""
     device = chosen_device(name)
     if device.type == "cpu" or device.index is not None and name:
         return device
@@ -296,29 +307,29 @@ def own_device(name: str) -> torch.device:
 
 
 def begin_group(ranks: Ranks, store: Store) -> None:
-    """Make the process group over which the ranks sum: gloo for the CPU, and what the accelerator has for its own."""
+    """Make the process group: gloo for tensors on the CPU, and the accelerator's backend for its tensors."""
     from torch.distributed import get_default_backend_for_device, init_process_group
 
     assert ranks.device is not None
     kind = ranks.device.type
-    # both, for norms of gradients that are offloaded are summed on the CPU (pytorch issue 148532)
+    # Norms of offloaded gradients are summed on the CPU, so gloo is needed as well (pytorch issue 148532).
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{get_default_backend_for_device(kind)}"
     init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=PATIENCE)
 
 
 def meet(store: Store, rank: int, count: int) -> str:
-    """Return a name for this start of the run, which all ranks have once each has heard it from the first.
+    """Return a name for this start of the run that all ranks agree on.
 
-    A launcher that starts a run again keeps its store, with the words of those who died. So the first rank proposes a
-    name with what each has said of itself, and whoever is meant by that agrees. Logs after SILENCE seconds which ranks
-    it waits for. Raises TrainingError for ranks that do not come.
+    A launcher that restarts a run keeps its store, with the keys of dead processes. So each process writes a new
+    identity, the first rank proposes a name together with the identities that it has read, and a process agrees only to
+    a proposal with its own identity. Logs after SILENCE seconds which ranks are missing.
     """
     identity, began, name, said = uuid4().hex, time.monotonic(), "", False
     end = began + MEETING.total_seconds()
     proposed: list[str] = []
 
     def missing() -> str:
-        """Return the ranks that have not come yet, as text."""
+        """Return as text the ranks that have not written their identity yet."""
         if rank:
             return "rank 0"
         late = [str(other) for other in range(1, count) if not store.check([f"here/{other}"])]
@@ -357,11 +368,11 @@ def meet(store: Store, rank: int, count: int) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` comes from talking to another rank."""
+    """Whether the connection to another rank has failed with `error`."""
     if not torch.distributed.is_available():
         return False
     errors = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
-    # gloo's errors have no class of their own
+    # The errors of gloo are plain RuntimeErrors.
     is_gloo = isinstance(error, RuntimeError) and not isinstance(error, SanaError) and "gloo" in str(error)
     return isinstance(error, errors) or is_gloo
 
@@ -373,11 +384,11 @@ def log_line(line: str) -> None:
 
 
 class Heartbeat:
-    """Signs of life of a rank, given by a thread throughout a run. The first rank listens to all, the others to the
-    first.
+    """A thread that shows to the other ranks that this rank is alive, and notices dead ranks.
 
-    Each counts up a number of its own in the launcher's store. A process that is killed, and a machine that is gone,
-    leave it standing; a collective on an accelerator would wait for them for ever. A rank that fails says so there.
+    Each rank counts up a number in the launcher's store. The first rank watches all numbers, the others watch the first
+    rank's. If a process is killed or a machine is lost, its number no longer changes. A collective on an accelerator
+    would wait for it for ever. A rank that fails writes its error into the store.
     """
 
     def __init__(self, store: Store, rank: int, count: int, name: str) -> None:
@@ -386,7 +397,7 @@ class Heartbeat:
         self.thread = threading.Thread(target=self.run, name="sana training heartbeat", daemon=True)
         # The name and the error of a rank that has failed, once the heartbeat has read them. The store may end then.
         self.failure = ""
-        # of each rank that is listened to, its last number, and when it was seen to change
+        # The last number of each watched rank, and the time when it was read first.
         self.seen: dict[int, tuple[bytes, float]] = {}
 
     def start(self) -> None:
@@ -402,7 +413,7 @@ class Heartbeat:
             self.thread.join()
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others why this rank ends, unless another rank has failed before."""
+        """Write this rank's error into the store, unless another rank has failed before."""
         answers = [f"{HEARD}/{rank}" for rank in range(1, self.count)]
         # Without an agent the store ends with the first rank, so the others have to read the error before that.
         waits = self.rank == 0 and answers and isinstance(error, Exception)
@@ -412,14 +423,13 @@ class Heartbeat:
             while time.monotonic() < end and not self.store.check(answers):
                 time.sleep(0.05)
         except RuntimeError:
-            # the rank that keeps the store is gone, and its keys with it
+            # The rank with the store has ended, and the store with it.
             return
 
     def run(self) -> None:
-        """Beat and listen until the end. End the process GRACE seconds after another one died, if this one does not
-        notice.
+        """Beat and watch until the end. If another rank has died, end this process after GRACE seconds.
 
-        In these seconds the thread still beats and listens: a rank that was only silent may beat again.
+        In these seconds the main thread may notice by itself, and a rank that was only silent may beat again.
         """
         number, lost_since, looked = 0, math.inf, time.monotonic()
         while not self.ended.wait(BEAT):
@@ -446,14 +456,14 @@ class Heartbeat:
                     _exit(1)
 
     def failed(self) -> str:
-        """Return what a rank that has failed says of it."""
+        """Return the name and the error of a rank that has failed. Empty: none has."""
         if not self.failure and self.store.check([FAILED]):
             self.failure = self.store.get(FAILED).decode(errors="replace")
             self.store.set(f"{HEARD}/{self.rank}", "")
         return self.failure
 
     def silent(self, ranks: Iterable[int]) -> str:
-        """Return which of `ranks` have given no sign of life for LOST seconds, by their names."""
+        """Return as text the names of the `ranks` that have not beaten for LOST seconds."""
         found, now = [], time.monotonic()
         for rank in ranks:
             key = f"{BEATS}/{rank}"
@@ -466,15 +476,15 @@ class Heartbeat:
 
 
 def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:
-    """Return who is dead, once a collective has failed with `error`; that takes as long as nobody beats.
+    """Return as text which rank has died, after a collective has failed with `error`. This can take LOST seconds.
 
-    Where all live, the others hear of `error`.
+    If all ranks are alive, `error` is announced to them.
     """
     end = time.monotonic() + LOST + 3 * BEAT
     monitor = Heartbeat(heartbeat.store, heartbeat.rank, heartbeat.count, heartbeat.name)
     while time.monotonic() < end:
         try:
-            # any rank may be the dead one
+            # Any rank may be dead, so this rank watches all of them.
             lost = heartbeat.failure or monitor.failed() or monitor.silent(range(monitor.count))
         except RuntimeError:
             return heartbeat.failure or "lost the machine that the run was started on"
@@ -483,3 +493,55 @@ def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:
         time.sleep(BEAT / 4)
     heartbeat.announce(error)
     return f"lost the connection to another rank ({' '.join(str(error).split()):.200})"
+
+
+def check_settings_and_code(ranks: Ranks, settings: TrainingSettings) -> None:
+    """Raise InputError if a rank has other settings or other code than the first rank."""
+    check_same(ranks, all_values(settings), "settings")
+    check_same(ranks, code_versions(), "code")
+
+
+def check_same(ranks: Ranks, values: Json, what: str) -> None:
+    """Raise InputError on all ranks if `values` differ between ranks. `what` names them in the error."""
+    gathered = ranks.all_gather((node(), values))
+    first_host, expected = gathered[0]
+    for number, (host, rank_values) in enumerate(gathered):
+        for name in sorted(expected.keys() | rank_values.keys()):
+            if rank_values.get(name) != expected.get(name):
+                raise InputError(
+                    f"{what}: rank {number} on {host} has {name} {brief(rank_values.get(name))}, but rank 0 on "
+                    f"{first_host} has {brief(expected.get(name))}; start all with the same"
+                )
+
+
+def all_values(settings: Any, prefix: str = "") -> Json:
+    """Return the values of `settings` by name. Of files and folders it returns the number, because their paths may
+    differ between machines. Their contents are compared later."""
+    values: Json = {}
+    for field, hint in get_type_hints(type(settings), include_extras=True).items():
+        value, name = getattr(settings, field), prefix + field
+        if hint in (Place, tuple[Place, ...]):
+            values[name] = len(value) if isinstance(value, tuple) else bool(value)
+        elif is_dataclass(value):
+            values |= all_values(value, f"{name}.")
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for number, inner in enumerate(value, 1):
+                values |= all_values(inner, f"{name} {number}: ")
+        elif name != "device":
+            values[name] = value
+    return values
+
+
+def code_versions() -> Json:
+    """Return the digest of this package's code, and the versions of Python and LIBRARIES."""
+    package = Path(__file__).parents[1]
+    digest = sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()} ".encode() + file.read_bytes())
+    versions: Json = {"sana_core": digest.hexdigest()[:16], "Python": "{}.{}".format(*sys.version_info)}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

@@ -1,4 +1,4 @@
-"""The log of a run, a line of JSON for each step and validation, and what is told of it: speed and time left."""
+"""The log of a run, with a line of JSON for each step and validation, and the texts that show it to the user."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TypedDict
 
 from ..runtime.atomic_files import patiently, reason_of
-from .runs import LOG, find_states
+from .states import LOG, find_states
 
 logger = logging.getLogger(__name__)
 
 
 class Line(TypedDict, total=False):
-    """A line of the log: of a step all but the last three, of a validation its step and loss, and what a run adds to
-    the lines that it reports."""
+    """A line of the log. A line of a validation has only `step` and `validation_loss`."""
 
     step: int
     phase: int
@@ -24,11 +23,14 @@ class Line(TypedDict, total=False):
     loss: float
     learning_rate: float
     grad_norm: float
-    pictures: int
+    # Number of images in the step.
+    images: int
     seconds: float
     validation_loss: float
-    steps: int  # reported: of the whole run
-    first: float  # reported at the end: the first validation loss of the phase
+    # Only in reported lines: the number of steps of the whole run.
+    steps: int
+    # Only in the last reported line: the first validation loss of the phase.
+    first: float
 
 
 class RunLog:
@@ -84,10 +86,9 @@ def append_log(out: Path, *lines: Line) -> None:
 
 
 def read_log(out: Path) -> list[Line]:
-    """Return the lines of the run's log in the order of their steps, without broken ones.
+    """Return the lines of the run's log in the order of their steps, without broken lines.
 
-    A run that was killed resumes from its last state, and writes again what came after that; the later lines count.
-    Raises OSError.
+    A killed run resumes from its last state and repeats the steps after that. The later lines of a step count.
     """
     file, lines = out / LOG, list[Line]()
     for text in patiently(file.read_bytes).split(b"\n") if file.exists() else ():
@@ -105,38 +106,38 @@ def read_log(out: Path) -> list[Line]:
 
 
 def order(line: Line) -> tuple[int, bool]:
-    """Return what lines of a log ascend by: the step, whose validation stands behind its loss."""
+    """Return the sort key of a line: the step, with the validation after the loss."""
     return line["step"], "loss" not in line
 
 
 def read_losses(out: Path) -> list[float]:
-    """Return the loss of each step up to the newest state in `out`, where the run resumes. Raises OSError."""
+    """Return the loss of each step up to the newest state in `out`, from which the run resumes."""
     newest = max((step for step, _ in find_states(out)), default=0)
     return [line["loss"] for line in read_log(out) if "loss" in line and line["step"] <= newest]
 
 
 class Eta:
-    """The time since training began, or went on, for what is left of it."""
+    """Measures the time since training began or resumed, and estimates the remaining time."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.first: int | None = None
 
     def restart(self) -> None:
-        """Forget what was before: the preparation takes its own time."""
+        """Start again, because the time of the preparation does not count."""
         self.began = time.monotonic()
 
     def describe(self, line: Line) -> str:
-        """Return a step's line of the log, with its "steps" in all, as text: step, loss, rate, speed and time left."""
+        """Return a step's reported line as text: step, loss, rate, speed and remaining time."""
         self.first = line["step"] - 1 if self.first is None else self.first
         left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
-        speed = line["pictures"] / max(line["seconds"], 1e-9)
+        speed = line["images"] / max(line["seconds"], 1e-9)
         text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"
         return f"{text}, {speed:.2f} images a second, {clock(left)} left"
 
 
 def describe_validation(line: Line) -> str:
-    """Return a validation's line of the log as text; of the best one, which has the "first", how far it has come."""
+    """Return a validation's line as text. A line with "first" is of the best validation, and is compared with it."""
     found = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
     if "first" not in line:
         return found

@@ -1,73 +1,210 @@
-"""Where a run stands and what comes next: the batches of each epoch in their order, the learning rate of each step."""
+"""What each phase learns: its samples, the order of their batches in each epoch, and the learning rate of each step.
+
+Repeats, sizes, crops, mirrors and captions of an image are its variants. Each variant is a sample with its own entries
+in the cache, and an epoch learns one variant of each image. So the choice of an epoch depends only on the seed and the
+epoch's number, and encodes nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..checkpoints.fingerprint import digest_json
+from ..runtime.atomic_files import digest_of
+from ..runtime.cancellation import Poll
 from ..runtime.checks import check_whole
 from .cache import Cache, Stream
-from .dataset import Sample
-from .images import Bucket
+from .dataset import Sample, check_controls, read_dataset
+from .images import Bucket, Crop, FileRange, choose_bucket, is_smaller
 from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 
-# indices of samples, in the batches of one step
+logger = logging.getLogger(__name__)
+# A phase counts as made longer if its schedule has progressed further, by this fraction, than its steps say.
+LONGER = 0.05
+# The batches of one step, as indices of samples.
 Group = list[list[int]]
 
 
 class TrainProgress(NamedTuple):
-    """Where a run stands, after `step` steps: in its phases, `position` steps of that epoch done, and the share `done`
-    of what follows the phase's warmup."""
+    """The position of a run between two steps."""
 
+    # Finished steps of the run.
     step: int = 0
+    # Number of the phase, from 0.
     phase: int = 0
+    # Finished steps of the phase.
     phase_step: int = 0
+    # Number of the epoch in the phase, from 0.
     epoch: int = 0
+    # Finished steps of the epoch.
     position: int = 0
+    # How much of the learning rate's schedule after the warmup is done, from 0 to 1.
     done: float = 0.0
 
 
 class Best(NamedTuple):
-    """The lowest validation loss of a phase, the step that it was measured at, 0 while only what is not trained has
-    been, and the phase's first one."""
+    """The lowest validation loss of a phase."""
 
     loss: float
+    # The step of this validation. 0: only the untrained model has been validated.
     step: int
     phase: int
+    # The first validation loss of the phase.
     first: float
 
 
 def better(best: Best | None, loss: float, progress: TrainProgress) -> Best:
-    """Return the best validation after one at `progress`; those of another phase are of other images."""
+    """Return the best validation after one at `progress`. Phases have different images, so each has its own best."""
     if best is None or best.phase != progress.phase:
         return Best(loss, progress.step, progress.phase, loss)
     return best._replace(loss=loss, step=progress.step) if not best.step or loss < best.loss else best
 
 
-class Data(NamedTuple):
-    """The images of a phase, by their indices in `samples`, which are also those of the cache."""
+class PhaseData(NamedTuple):
+    """The images of a phase. Indices are positions in `samples`."""
 
     samples: Sequence[Sample]
+    # Has an entry for each sample.
     cache: Cache | Stream
+    # The first variant of each image that is learned.
     training: list[int]
+    # One variant of each image that is only validated.
     held_out: list[int]
-    buckets: list[Bucket]  # of each sample
-    digest: str  # of `digest_data`
-    variants: dict[int, list[int]] = {}  # noqa: RUF012  # of each image, of which an epoch learns one, by the first
+    # The bucket of each sample.
+    buckets: list[Bucket]
+    # Changes if the epochs change. See `digest_data`.
+    digest: str
+    # The variants of each image by the first of them. An epoch learns one of them. Images without an entry have one.
+    variants: dict[int, list[int]] = {}  # noqa: RUF012
+
+
+def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
+    """Return the samples of each phase. They have control images if a ControlNet is trained."""
+    has_controls = settings.method.kind == "controlnet"
+    phases = []
+    for phase in settings.phase:
+        samples = read_phase(phase, poll, settings.skip_broken)
+        if has_controls:
+            check_controls(samples)
+        small = [sample for sample in samples if is_smaller(sample.size, choose_bucket(sample.size, sample.resolution))]
+        if small:
+            logger.warning(
+                "dataset: %d of %d images are smaller than they are learned at and will be blurred, the first is %s "
+                "of %d x %d",
+                len(small),
+                len(samples),
+                small[0].name,
+                *small[0].size,
+            )
+        phases.append(vary(samples if has_controls else [sample._replace(control=None) for sample in samples], phase))
+    return phases
+
+
+def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Sample]:
+    """Return the samples of `phase` at all of its resolutions: the images of its data sets with their repeats, and the
+    same number of regularisation images."""
+    samples: list[Sample] = []
+    for path, repeats, weight in itertools.zip_longest(phase.data, phase.repeats, phase.weights):
+        weighted = [
+            sample._replace(weight=1.0 if weight is None else weight)
+            for sample in read_dataset(Path(path), poll, skip_broken)
+        ]
+        samples += weighted * (repeats or 1)
+    prior = [sample for path in phase.regularisation for sample in read_dataset(Path(path), poll, skip_broken)]
+    for sample in itertools.islice(itertools.cycle(prior), len(samples)):
+        samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
+    resolutions = (phase.resolution, *phase.resolutions)
+    return [sample._replace(resolution=resolution) for resolution in resolutions for sample in samples]
+
+
+def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
+    """Return the variants of each of `samples`. Their `group` is the number of the sample."""
+    return [
+        sample._replace(group=number, crop=crop, caption=caption, share=share)
+        for number, sample in enumerate(samples)
+        for crop in crops_of(sample, phase)
+        for caption, share in captions_of(sample, phase)
+    ]
+
+
+def crops_of(sample: Sample, phase: Phase) -> list[Crop]:
+    """Return the crops of an image: the middle, or `phase.crops` positions that depend on its name. `phase.flip` adds
+    the mirror image of each."""
+    crops = [Crop()]
+    if phase.crops > 1:
+        corners = generator(CHOICE, (seed_of(sample.name),)).random((phase.crops, 2)).round(4).tolist()
+        crops = [Crop(*corner) for corner in corners]
+    return crops + ([crop._replace(mirrored=True) for crop in crops] if phase.flip else [])
+
+
+def captions_of(sample: Sample, phase: Phase) -> list[tuple[str, float]]:
+    """Return the captions of an image with the fraction of epochs that learn each.
+
+    Each caption has `phase.tag_orders` orders of its tags, which commas divide. The first `phase.keep_tags` tags stay
+    where they are (kohya's shuffle_caption and keep_tokens).
+    """
+    captions = []
+    for caption, share in sample.captions or [(sample.caption, 1.0)]:
+        tags, orders = caption.split(", "), {caption: None}
+        first, rng = phase.keep_tags, generator(CHOICE, (seed_of(caption),))
+        for _ in range(phase.tag_orders - 1):
+            turns = rng.permutation(len(tags[first:]))
+            orders[", ".join(tags[:first] + [tags[first + turn] for turn in turns])] = None
+        captions += [(order, share / len(orders)) for order in orders]
+    return captions
+
+
+def seed_of(text: str) -> int:
+    return int(digest_of(text.encode())[:16], 16)
+
+
+def groups_of(samples: Sequence[Sample]) -> dict[int, list[int]]:
+    """Return the indices of each image's variants by the first of them."""
+    groups: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(index)
+    return {indices[0]: indices for indices in groups.values()}
+
+
+def hold_out(samples: Sequence[Sample], variants: dict[int, list[int]], fraction: float) -> tuple[list[int], list[int]]:
+    """Return the indices of images that are learned, and of images that are only validated, about `fraction` of them.
+
+    A digest of the name decides, so a new image moves no other image from one side to the other. If there are two
+    images or more, each side has at least one. A single image is learned. All repeats and resolutions of an image are
+    on the same side, and the first of them is validated. Regularisation images are always learned.
+    """
+    images: dict[tuple[str, FileRange], list[int]] = {}
+    for index in variants:
+        if not samples[index].prior:
+            images.setdefault((samples[index].name, samples[index].image), []).append(index)
+    digests = [sha256(name.encode()).digest() for name, _ in images]
+    order = sorted(range(len(digests)), key=lambda number: digests[number])
+    bound = int(fraction * 2**64)
+    chosen = [number for number in order if int.from_bytes(digests[number][:8], "big") < bound]
+    if fraction:
+        chosen = (chosen or order[:1])[: len(digests) - 1]
+    repeats = list(images.values())
+    held_out = [repeats[number] for number in sorted(chosen)]
+    learned = variants.keys() - {index for indices in held_out for index in indices}
+    return sorted(learned), [indices[0] for indices in held_out]
 
 
 def digest_data(order: object, contents: object) -> str:
-    """Return a digest of the `order` in which samples are learned, and of their `contents`, None where nobody looks."""
+    """Return a digest of the `order` in which samples are learned, and one of their `contents`. None: unknown."""
     return "-".join(digest_json(each) if each is not None else "" for each in (order, contents))
 
 
 def same_epochs(first: str, second: str) -> bool:
-    """Whether digests of `digest_data` are of the same epochs, as far as both know their contents."""
+    """Whether two digests are of the same epochs. Contents are compared only if both digests have them."""
     return all(
         one == other or not (one and other) for one, other in zip(first.split("-"), second.split("-"), strict=True)
     )
@@ -80,9 +217,9 @@ def is_due(settings: TrainingSettings, progress: TrainProgress, finished: bool) 
 
 
 def advance(
-    progress: TrainProgress, data: Sequence[Data], settings: TrainingSettings
+    progress: TrainProgress, data: Sequence[PhaseData], settings: TrainingSettings
 ) -> tuple[TrainProgress, list[Group]]:
-    """Return where the next step is, and the groups of its epoch; none when the last phase is at its end."""
+    """Return the progress at the next step, and the groups of its epoch. No groups: the last phase has ended."""
     while True:
         phase = settings.phase[progress.phase]
         groups = plan(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
@@ -96,29 +233,31 @@ def advance(
         progress = TrainProgress(progress.step, progress.phase + 1)
 
 
-def plan(phase: Phase, data: Data, seed: int, epoch: int) -> list[Group]:
+def plan(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[Group]:
     """Return the groups of batches of an epoch, one for each step."""
     buckets = [data.buckets[index] for index in data.training]
     batches = plan_epoch(buckets, phase.batch, seed, epoch)
     batches = [[data.training[index] for index in batch] for batch in batches]
-    # after the batches are made, for all variants of an image have its shape
-    batches = [[choose(data.samples, data.variants.get(each, [each]), seed, epoch) for each in own] for own in batches]
+    # All variants of an image have its shape, so they can be chosen after the batches are made.
+    batches = [
+        [choose(data.samples, data.variants.get(index, [index]), seed, epoch) for index in batch] for batch in batches
+    ]
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
-def all_steps_left(settings: TrainingSettings, data: Sequence[Data], progress: TrainProgress) -> int:
+def all_steps_left(settings: TrainingSettings, data: Sequence[PhaseData], progress: TrainProgress) -> int:
     """Return how many steps there are from `progress` to the end."""
     left = 0
     for number in range(progress.phase, len(data)):
         phase = settings.phase[number]
-        # every epoch has as many, for the images are the same
+        # Every epoch has the same images, and so the same number of steps.
         count = len(plan(phase, data[number], settings.seed, 0))
         left += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
     return left
 
 
 def choose(samples: Sequence[Sample], indices: Sequence[int], seed: int, epoch: int) -> int:
-    """Return which of the variants at `indices` the epoch learns."""
+    """Return the variant, one of `indices`, that the epoch learns."""
     if len(indices) == 1:
         return indices[0]
     bounds = np.cumsum([samples[index].share for index in indices])
@@ -127,14 +266,14 @@ def choose(samples: Sequence[Sample], indices: Sequence[int], seed: int, epoch: 
 
 
 def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the batches of an epoch: indices of samples, each once, of one bucket each, in a random order.
+    """Return the batches of an epoch in a random order, as indices of `buckets`. Each batch is of one bucket.
 
     `buckets` has the bucket of each sample. The order depends on `seed` and `epoch` alone. The last batch of a bucket
-    may be smaller. Raises InputError for a batch below 1.
+    may be smaller.
     """
     check_whole("batch", batch, 1, 1_000_000)
-    # raw random values are the same in every version of numpy. With a spawn key they are not those of a sample, whose
-    # key ends with an index
+    # Raw random values are the same in every version of numpy. The spawn key of a sample has more numbers, so its
+    # values differ from these.
     rng = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     order = np.argsort(rng.random_raw(len(buckets)), kind="stable")
     members: dict[Bucket, list[int]] = {}
@@ -150,9 +289,9 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
 def learning_rate(phase: Phase, progress: TrainProgress) -> float:
     """Return the rate of the step at `progress` in `phase`, from 0 to `phase.learning_rate`.
 
-    It rises in even steps in the first `warmup` steps. Then "constant" stays and the others fall to 0 with the share of
-    the rest that is done, as diffusers.optimization's of those names, but for its "polynomial", which ends at 1e-7.
-    Nothing scales it by batch or number of devices.
+    It rises in even steps in the first `warmup` steps. Then "constant" stays. The others fall to 0 with
+    `progress.done`, as in diffusers.optimization, except that its "polynomial" ends at 1e-7. Neither the batch nor the
+    number of devices changes the rate.
     """
     if progress.phase_step < phase.warmup:
         return phase.learning_rate * (progress.phase_step + 1) / phase.warmup
@@ -169,13 +308,13 @@ def learning_rate(phase: Phase, progress: TrainProgress) -> float:
 
 
 def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgress:
-    """Return where `progress` in `phase` is after a step, in an epoch of `count` steps.
+    """Return `progress` in `phase` after one more step, in an epoch of `count` steps.
 
-    The share that is left to do is divided evenly among the steps that are left by now. So the rate continues where it
-    was when there are more or fewer of them in a resumed run, for another batch, more images or epochs.
+    The remaining part of the rate's schedule is divided evenly among the remaining steps. So the rate has no jump if a
+    resumed run has more or fewer steps, because of another batch, more images or epochs.
     """
     done, left = progress.done, steps_left(phase, progress, count)
-    # the last step ends nothing: a finished run that has more to do continues at the rate that it ended with
+    # The last step does not end the schedule. A finished run that gets more steps continues at its last rate.
     if progress.phase_step >= phase.warmup and left > 1:
         done = min(1.0, done + (1 - done) / left)
     return progress._replace(
@@ -184,8 +323,21 @@ def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgre
 
 
 def steps_left(phase: Phase, progress: TrainProgress, count: int) -> int:
-    """Return how many steps of `phase` are left at `progress`, in epochs of `count` steps; 0 behind its end."""
+    """Return the number of steps of `phase` after `progress`, in epochs of `count` steps. 0 after its end."""
     done, total = progress.phase_step, phase.steps
     if total is None:
         done, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
     return max(0, total - done)
+
+
+def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:
+    """Log a warning if the learning rate of a phase has fallen before the phase was made longer."""
+    behind = max(0, progress.phase_step - phase.warmup)
+    fraction = behind / (behind + steps_left(phase, progress, count))
+    if phase.schedule != "constant" and progress.done - fraction > LONGER:
+        logger.warning(
+            "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
+            "schedule to constant, or add a [[phase]]",
+            progress.phase + 1,
+            learning_rate(phase, progress),
+        )

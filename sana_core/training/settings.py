@@ -14,8 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
-from .optimizers import OPTIMIZERS, alternatives
-from .parallel import DDP, KINDS
+from .optimizers import DDP, KINDS, OPTIMIZERS, alternatives
 
 ADAPTERS = ("lora", "dora", "lokr")
 METHODS = (*ADAPTERS, "controlnet", "full")

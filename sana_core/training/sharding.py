@@ -1,7 +1,7 @@
-"""How the ranks of a run hold a model: whole on each (DDP), or its weights in rows, a share on each (FSDP2).
+"""How the ranks of a run divide a model and a step. Each rank holds the whole model (DDP) or rows of it (FSDP2).
 
-A shard's optimizer, moving average and rounding see plain tensors: the rows that lie on this rank. Only what is counted
-over whole weights (norms of gradients, CAME's columns) and what others load has to ask the other ranks.
+The optimizer, moving average and rounding of a shard work on plain tensors, the rows of this rank. Ranks communicate
+for sums over whole weights, such as norms of gradients and CAME's means of columns, and to gather weights for a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import InputError, VersionError
 from ..runtime.text import Json
-from .parallel import DDP
+from .optimizers import DDP
 from .ranks import ALONE, Ranks
 from .settings import TrainingSettings
 
@@ -26,22 +26,28 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-# what others call SANA's block: the first two are NVIDIA's (SanaMSBlock in its training), the last is diffusers'
+# Names of SANA's block, the default: two from NVIDIA's code (SanaMSBlock in its training), and one from diffusers.
 BLOCKS = ("", "SanaBlock", "SanaMSBlock", "SanaTransformerBlock")
-# classes that an error lists
+# Number of classes that an error lists.
 LISTED = 8
+# Indices of samples of one shape, and whether they count. False: the rank computes them to accompany the others.
+Microbatch = tuple[list[int], bool]
 
 
 class Shards(NamedTuple):
-    """Weights that lie in rows on the ranks."""
+    """A model whose weights are divided into rows."""
 
+    # The trained weights by name.
     trained: dict[str, DTensor]
-    models: Sequence[nn.Module]  # transformer, and a ControlNet where that is trained
-    whole: Sequence[nn.Module]  # the same without weights, copies of which are filled on one rank
-    cpu_mesh: DeviceMesh  # the ranks in the order of the weights' mesh, for tensors in the memory of the CPU
+    # The transformer, and the ControlNet if one is trained.
+    models: Sequence[nn.Module]
+    # The same models without weights. Copies of them are filled with gathered weights.
+    whole: Sequence[nn.Module]
+    # The ranks in the order of the weights' mesh, for tensors in the CPU's memory.
+    cpu_mesh: DeviceMesh
 
     def drop_step(self) -> None:
-        """Free the gathered weights and the gradients that a failed step has left."""
+        """Free the gathered weights and the gradients of a failed step."""
         from torch.distributed.fsdp import FSDPModule
 
         for model in self.models:
@@ -53,15 +59,17 @@ class Shards(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the ranks hold what is trained: each all of it, within DDP's `replica`, or its rows, in `shards`."""
+    """How the ranks hold the model."""
 
     ranks: Ranks = ALONE
+    # DDP only: its wrapper around the trained model.
     replica: nn.Module | None = None
+    # FSDP only.
     shards: Shards | None = None
 
     @property
     def parts(self) -> int:
-        """In how many the weights lie: 1 where each rank has all of them."""
+        """The number of shards that the weights are divided into. 1: each rank has whole weights."""
         if self.shards is None:
             return 1
         mesh = next(iter(self.shards.trained.values())).device_mesh
@@ -69,24 +77,24 @@ class Layout(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Which of the parts is this rank's."""
+        """The number of this rank's shard."""
         return self.ranks.rank % self.parts
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[Callable[[Callable[[], torch.Tensor]], torch.Tensor]]:
-        """Give what computes a loss; its backward is in this context, the `last` one of a step sums whole gradients."""
+        """Give a function that computes a loss for a backward in this context. DDP sums gradients in the `last` one."""
         replica: Any = self.replica
         if replica is None:
-            # the gradients of shards are summed in each, for a sum of whole ones would take the memory of the model
+            # FSDP sums gradients in each backward. Gradients of whole weights would take the memory of the model.
             yield lambda compute: compute()
             return
         with nullcontext() if last else replica.no_sync():
             yield replica
 
     def clip(self, parameters: Mapping[str, nn.Parameter], limit: float) -> float:
-        """Limit the norm of all gradients together, and return the norm before. 0: no limit.
+        """Limit the norm of all gradients together to `limit`. 0: no limit. Returns the norm before that.
 
-        Gradients of shards move to the parameters of this rank's rows.
+        Gradients of sharded weights are moved to `parameters`, which are this rank's rows.
         """
         # torch has no value for "no clipping". Gradients stay the same bit by bit under an infinite limit.
         limit = limit or math.inf
@@ -104,10 +112,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Layout:
-    """Return how `ranks` hold `models` from now on, as `settings.parallel` says where a launcher has started them.
-
-    Raises as `shard` does.
-    """
+    """Divide `models` among `ranks` as `settings.parallel` says, if a launcher has started them."""
     if not ranks.launched:
         return Layout(ranks)
     if settings.parallel.kind == DDP:
@@ -116,7 +121,7 @@ def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Rank
 
 
 class Step(nn.Module):
-    """What DDP wraps: `model` as what is trained, and whatever computes a loss with it as the forward."""
+    """The module that DDP wraps. It has the parameters of `model`. Its forward calls a function that uses `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -127,22 +132,20 @@ class Step(nn.Module):
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Return DDP around `model`, whose gradients are then means over the ranks, kept in the buckets they travel in."""
+    """Wrap `model` in DDP. Its gradients become means over the ranks and stay in the buckets that are sent."""
     from torch.nn.parallel import DistributedDataParallel
 
-    # nothing that learns here changes a buffer; torch 2.14 has another name for that
+    # No buffer changes in training. torch 2.14 has renamed the argument.
     known = signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(Step(model), gradient_as_bucket_view=True, **{buffers: False})  # type: ignore[arg-type]
 
 
 def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Shards:
-    """Put the weights of `models`, the transformer and a ControlNet if that is trained, in rows on the ranks.
+    """Divide the weights of `models`, the transformer and a ControlNet if one is trained, into rows on the ranks.
 
-    Each block is gathered when it is computed with, and what is in no block of a transformer that is trained or
-    adapted with the whole model. Rank 0 holds the weights, and broadcasts them block by
-    block. Raises VersionError for a torch that is too old, and InputError for a class of
-    blocks that is not there or leaves trained weights outside.
+    FSDP gathers the weights of a block when it runs, and the weights outside of blocks when the model runs. Rank 0
+    holds the weights at first, and broadcasts them block by block.
     """
     from torch.distributed import fsdp
 
@@ -174,7 +177,7 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
             if isinstance(module, fsdp.FSDPModule):
-                # gloo's mean of a reduce-scatter has been its sum (pytorch issue 162338); sums are the same everywhere
+                # gloo has returned sums as means of a reduce-scatter (pytorch issue 162338). Sums are right everywhere.
                 module.set_force_sum_reduction_for_comms(True)
     trained: dict[str, Any] = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
     check_sharded(trained, settings.parallel.block)
@@ -182,7 +185,7 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
 
 
 def row_slices(rows: int, parts: int) -> list[slice]:
-    """Return the rows of each part, divided as by FSDP and torch.chunk. The last parts may have fewer rows, or none."""
+    """Return the rows of each part as FSDP and torch.chunk divide them. The last parts may have fewer rows, or none."""
     size = -(-rows // parts)
     starts = [min(rows, part * size) for part in range(parts)]
     return [slice(start, min(rows, start + size)) for start in starts]
@@ -205,7 +208,7 @@ def local_parameters(layout: Layout) -> dict[str, nn.Parameter]:
 
 
 def materialize_params(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter], device: torch.device) -> None:
-    """Give all ranks the first rank's parameters of `module` that are in no rows yet, on `device`.
+    """Copy the parameters of `module` that are not divided yet from the first rank to `device` on all ranks.
 
     `replacements` maps parameters to their replacements, because several modules may share one.
     """
@@ -239,13 +242,13 @@ def fsdp_options(settings: TrainingSettings, device: torch.device, ranks: Ranks)
     """Return the arguments of `fully_shard` except the module."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    # what stays gathered after a forward would not notice that validation has put the average in its place
+    # Weights that stay gathered after a forward would be stale after a validation has replaced them by the average.
     options: Json = {
         "mesh": make_mesh(device.type, settings, ranks),
         "reshard_after_forward": True,
     }
     if settings.method.whole and settings.dtype != "float32":
-        # weights in fp32 travel as the bf16 that is computed in; gradients are summed in fp32
+        # Weights in fp32 are sent as bf16, in which the model computes. Gradients are summed in fp32.
         compute = getattr(torch, settings.dtype)
         options["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     if settings.parallel.kind == "fsdp_offload":
@@ -254,7 +257,7 @@ def fsdp_options(settings: TrainingSettings, device: torch.device, ranks: Ranks)
 
 
 def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
-    """Return the modules of the class `name`, without one SANA's blocks. Raises InputError where there are none."""
+    """Return the modules of the class `name`. Empty: SANA's blocks."""
     kind = type(models[0].transformer_blocks[0]).__name__  # type: ignore[index,union-attr]
     wanted = kind if name in BLOCKS else name
     found = [module for model in models for module in model.modules() if type(module).__name__ == wanted]
@@ -264,7 +267,7 @@ def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
 
 
 def list_classes(model: nn.Module) -> str:
-    """Return the classes of the modules within `model`, the largest first, with their number and parameters."""
+    """Return as text the classes of modules in `model`, the largest first, with their number and parameters."""
     sizes: dict[str, list[int]] = {}
     for module in list(model.modules())[1:]:
         count = sum(parameter.numel() for parameter in module.parameters())
@@ -275,10 +278,10 @@ def list_classes(model: nn.Module) -> str:
 
 
 def parts_outside(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return what is gathered besides blocks: the transformer with all that is left, or a ControlNet's projections.
+    """Return the modules besides blocks that are divided: the transformer itself, or a ControlNet's projections.
 
-    A ControlNet and the model that it steers share the embeddings around their blocks, and call them by themselves, so
-    those stay whole.
+    A ControlNet and its transformer share the embeddings around their blocks and call them directly, so the embeddings
+    stay whole.
     """
     if len(models) == 1:
         return [models[0]]
@@ -287,7 +290,7 @@ def parts_outside(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
-    """Raise InputError where a trained weight lies whole on each rank: nobody would sum its gradients."""
+    """Raise InputError if a trained weight is not divided, because its gradients would not be summed."""
     from torch.distributed.tensor import DTensor
 
     left = [key for key, parameter in trained.items() if not isinstance(parameter, DTensor)]
@@ -296,7 +299,7 @@ def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
 
 
 def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:
-    """Return as text how the ranks really hold the trained `parameters`, from the modules as they are."""
+    """Describe how the ranks hold the trained `parameters`, by looking at the modules."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -318,10 +321,10 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
 
 def gather(
     shards: Shards, device: torch.device, dtype: torch.dtype | None, first: bool, trained_alone: bool
-) -> list[nn.Module] | None:
-    """Return, on the first rank, the models with whole weights on `device`; None on the others, which have to call it.
+) -> list[nn.Module]:
+    """Return the models with whole weights on `device` on the first rank, no models on the others.
 
-    Trained weights have `dtype`, or where that is None their own. One weight after another is gathered. With
+    Trained weights are converted to `dtype`. None: they keep theirs. One weight after another is gathered. With
     `trained_alone` frozen weights stay empty.
     """
     models = copy.deepcopy(list(shards.whole)) if first else []
@@ -331,7 +334,7 @@ def gather(
             if parameter.requires_grad or not trained_alone:
                 whole = parameter.detach()
                 if parameter.requires_grad and dtype is not None:
-                    # Before it is gathered, so that no rank holds it in both.
+                    # Converted before it is gathered, so that no rank holds it in both dtypes.
                     whole = whole.to(dtype)
                 whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
                 if first:
@@ -341,4 +344,52 @@ def gather(
     for module in (module for model in models for module in model.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-    return models if first else None
+    return models
+
+
+def check_launch(settings: TrainingSettings, ranks: Ranks) -> None:
+    """Raise InputError if `ranks` cannot train together as `settings` say."""
+    check_steps(settings, ranks.size)
+    if settings.parallel.kind != DDP and not ranks.launched:
+        raise InputError(
+            f"parallel: got {settings.parallel.kind} in a process that no launcher has started, expected several; "
+            "start with torchrun, see docs/training-command.md, or choose ddp"
+        )
+
+
+def check_steps(settings: TrainingSettings, count: int) -> None:
+    """Raise InputError unless each step has an image for each of `count` ranks, and the replicas are of equal size."""
+    for number, phase in enumerate(settings.phase, 1):
+        images = phase.batch * phase.accumulate
+        if images < count:
+            raise InputError(
+                f"batch: got {phase.batch} and accumulate {phase.accumulate} in phase {number} for {count} processes, "
+                f"expected {count} images in a step; set accumulate to {-(-count // phase.batch)}"
+            )
+    if count % settings.parallel.replicas:
+        raise InputError(
+            f"replicas: got {settings.parallel.replicas} for {count} processes, expected a number that divides them"
+        )
+
+
+def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
+    """Return the microbatches of rank number `rank` in a step with the batches `group`.
+
+    All `count` ranks get the same number, because ranks with fewer would leave the others waiting for gradients. Whole
+    batches are dealt out. If there are fewer batches than ranks, they are split. A rank without a batch for the last
+    round computes one image whose loss does not count.
+    """
+    pieces = list(group)
+    if len(group) < count:
+        parts = -(-count // len(group))
+        pieces = [piece for batch in group for piece in split(batch, parts)]
+    rounds = -(-len(pieces) // count)
+    counted = [(list(piece), True) for piece in pieces[rank::count]]
+    return counted + [(list(pieces[0][:1]), False)] * (rounds - len(counted))
+
+
+def split(batch: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Return `batch` in at most `parts` parts, whose lengths differ by at most one."""
+    parts = min(parts, len(batch))
+    bounds = [number * len(batch) // parts for number in range(parts + 1)]
+    return [batch[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -7,15 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
-from safetensors.torch import load_file
 
-from sana_core.training.runs import SavedState, begin_run, check_folder, read_state, step_folder, write_state
 from sana_core.training.schedule import Best, TrainProgress
+from sana_core.training.states import SavedState, begin_run, check_folder, read_state, step_folder, write_state
 
-FACTS = {"seed": 0, "rank": 2}
+CONFIG = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
 VALUES = {"optimizer": "adamw", "group": {}, "parameters": [{"shape": [2, 3], "values": {}}], "tensors": {}}
-STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), TENSORS, VALUES, FACTS, ["abc"], Best(0.5, 2, 0, 0.9), 2)
+STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), TENSORS, VALUES, CONFIG, ["abc"], Best(0.5, 2, 0, 0.9), 2)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +23,13 @@ def state(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
     parts = out / "parts"
     parts.mkdir(parents=True)
-    begin_run(out, parts, FACTS)
+    begin_run(out, parts, CONFIG)
     write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
     return step_folder(out, STATE.progress.step)
 
 
 def look(state):
-    found = read_state(state, lambda folder, count: load_file(folder / "state.safetensors"))
+    found = read_state(state)
     same = {name: torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items()}
     assert all(same.values()) and found._replace(tensors={}) == STATE._replace(tensors={})
 
@@ -51,4 +50,4 @@ def test_records_of_what_a_run_has_written(survives, state, data):
     out = state.parents[1]
     file = out / "run.json"
     changed = changed_json(json.loads(file.read_bytes())) | changed_bytes(file.read_bytes())
-    with_file(file, data.draw(changed), survives, lambda: check_folder(out, ["x.safetensors"], 1, FACTS), str(out))
+    with_file(file, data.draw(changed), survives, lambda: check_folder(out, ["x.safetensors"], 1, CONFIG), str(out))

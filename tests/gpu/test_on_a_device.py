@@ -16,7 +16,7 @@ from sana_core.model.forward import prepare, velocity
 from sana_core.model.known_models import VARIANTS
 from sana_core.runtime.image_files import levels
 from sana_core.training.settings_file import read_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 # a different rounding anywhere moves the distance of a network by chance

@@ -11,7 +11,7 @@ from in_process import NodeError
 from PIL import Image
 from shapes import combinations, draw_scene, prompt, random_scene
 
-from sana_core.training.runs import find_states
+from sana_core.training.states import find_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,7 @@ def runs(host):
 def hurried(host, monkeypatch):
     """Nobody waits long for a file."""
     monkeypatch.setattr(pack("sana_core.runtime.atomic_files"), "PATIENCE", 0.1)
-    monkeypatch.setattr(pack("sana_core.training.runs"), "SCAN_PATIENCE", 0.1)
+    monkeypatch.setattr(pack("sana_core.training.states"), "SCAN_PATIENCE", 0.1)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from shapes import combinations, draw_scene, prompt, random_scene
 
 from sana_core.training.plan import plan_training, read_base
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Phase, TrainingSettings
+from sana_core.training.states import find_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINED = {"lora": ["train", 0], "strength_model": 1.0, "bypass": False}

@@ -11,9 +11,9 @@ from loading import controlled
 from PIL import Image
 from shapes import combinations, draw_scene, prompt, random_scene
 
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.train import train
+from sana_core.training.states import find_states
+from sana_core.training.trainer import train
 
 STEPS = 6
 PROMPTS = ("a red circle on a blue background", "a green star on a white background")

@@ -40,7 +40,7 @@ from kill_train import (  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
 from sana_core.runtime import atomic_files as whole_files  # noqa: E402
-from sana_core.training import train  # noqa: E402
+from sana_core.training import trainer  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import TrainingSettings  # noqa: E402
 
@@ -126,7 +126,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as base:
         # imports all that a run does, which takes longer than the run
         model = model_folder(arguments.model, Path(base))
-        train.train(settings_of(model, new_folder(Path(base))))
+        trainer.train(settings_of(model, new_folder(Path(base))))
         found = soak(Path(base), model, arguments.every)
     sys.stdout.write(f"{found} in {time.monotonic() - started:.0f} s\n")
     document = {"machine": description(), "every": arguments.every, "faults": found}

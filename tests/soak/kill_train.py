@@ -33,7 +33,7 @@ from pictures import write_pictures  # noqa: E402
 from small import make_checkpoint  # noqa: E402
 
 from sana_core.errors import SanaError  # noqa: E402
-from sana_core.training import loop, runs, train  # noqa: E402
+from sana_core.training import states, trainer  # noqa: E402
 from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation  # noqa: E402
 
@@ -94,7 +94,7 @@ def start(settings: TrainingSettings, prepare: Prepare = lambda out: None) -> in
         os.dup2(log, 2)
         prepare(Path(settings.out))
         try:
-            train.train(settings)
+            trainer.train(settings)
             status = 0
         except SanaError as error:
             os.write(2, f"{error}\n".encode())
@@ -136,10 +136,10 @@ def in_save(number: int) -> Prepare:
                 if count == number:
                     die()
 
-        write, loop.remove_older = watched(loop.write_state), watched(loop.remove_older)
+        write, trainer.remove_older = watched(trainer.write_state), watched(trainer.remove_older)
         # and what it returns, which another thread calls
-        loop.write_state = lambda *values: watched(write(*values))
-        train.publish = watched(train.publish)
+        trainer.write_state = lambda *values: watched(write(*values))
+        trainer.publish = watched(trainer.publish)
         sys.addaudithook(hook)
 
     return prepare
@@ -149,7 +149,7 @@ def in_half(number: int) -> Prepare:
     """Return what kills the process when half of the `number`-th state's tensors are written."""
 
     def prepare(out: Path) -> None:
-        real, count = runs.write_tensors, 0
+        real, count = states.write_tensors, 0
 
         def half(path: Path, *values) -> None:
             nonlocal count
@@ -159,7 +159,7 @@ def in_half(number: int) -> Prepare:
                 os.truncate(path, path.stat().st_size // 2)
                 die()
 
-        runs.write_tensors = half
+        states.write_tensors = half
 
     return prepare
 
@@ -171,12 +171,12 @@ def content(out: Path) -> dict[str, bytes]:
 def check(out: Path, log: bytes) -> bytes:
     """Raise AssertionError for what no kill may leave; return the log, which had begun with `log`."""
     assert {name: (out / name).read_bytes() for name in FOREIGN} == FOREIGN, "a file of others was touched"
-    for _, folder in runs.find_states(out):
-        for name, digest in runs.read_document(folder)["files"].items():
-            runs.check_file(folder, name, digest)
-    strange = [path for path in (out / "steps").glob("*") if not (path / runs.STATE).exists()]
+    for _, folder in states.find_states(out):
+        for name, digest in states.read_document(folder)["files"].items():
+            states.check_file(folder, name, digest)
+    strange = [path for path in (out / "steps").glob("*") if not (path / states.STATE).exists()]
     assert not strange, f"{strange} is no state"
-    now = (out / runs.LOG).read_bytes() if (out / runs.LOG).exists() else b""
+    now = (out / states.LOG).read_bytes() if (out / states.LOG).exists() else b""
     assert now.startswith(log), "the log was not only added to"
     return now
 
@@ -238,7 +238,7 @@ def main() -> None:
     def soak_next(kills: int, seed: int, base: Path) -> Counter[str]:
         model = model_folder(arguments.models[seed // arguments.part % len(arguments.models)], base)
         # imports all that a run does, which takes longer than the run
-        train.train(settings_of(model, new_folder(base)))
+        trainer.train(settings_of(model, new_folder(base)))
         return soak(kills, seed, model, base)
 
     repeat(soak_next, {"steps": STEPS}, arguments)

@@ -22,7 +22,7 @@ from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.model.sharded_ops import sum_dtype
 from sana_core.runtime.accelerator import free_bytes, has_float64, memory_info
 from sana_core.split.devices import Split
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.run_log import read_losses
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
 
@@ -157,9 +157,9 @@ def test_training_needs_neither(gpus, checkpoint, sprint, tmp_path, kind):  # no
         validation=Validation(2, prompts=("a red circle",), steps=2, width=32, height=32),
         cache=str(tmp_path / "cache"),
     )
-    train.train(check_settings(replace(settings, device="cpu", out=str(tmp_path / "cpu"))))
+    trainer.train(check_settings(replace(settings, device="cpu", out=str(tmp_path / "cpu"))))
     with gpus():
-        train.train(check_settings(settings))
+        trainer.train(check_settings(settings))
     assert read_losses(tmp_path / "out") == pytest.approx(read_losses(tmp_path / "cpu"), rel=1e-3)
 
 

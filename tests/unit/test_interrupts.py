@@ -183,7 +183,7 @@ def test_a_closed_stderr_does_not_end_a_training(monkeypatch, capsys, tmp_path):
         progress("encoding", 1, 2)
         return tmp_path / "sana.safetensors"
 
-    monkeypatch.setattr("sana_core.training.train.train", learn)
+    monkeypatch.setattr("sana_core.training.trainer.train", learn)
     monkeypatch.setattr(sys, "stderr", closed_file())
     settings = TrainingSettings("model", str(tmp_path), (Phase(("data",), 128),), device="cpu")
     train.run_training(settings, ALONE, tensorboard=False, wandb=False)

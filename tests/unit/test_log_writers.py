@@ -157,7 +157,7 @@ def test_wandb_gets_the_lines_of_the_log_and_nothing_of_the_machine(settings):
     scalars = {(item["step"], name): item[name] for item in items for name in SCALARS & item.keys()}
     assert scalars.items() <= logged(out).items()
     assert {step for step, name in scalars if name == "loss"} == {1, 2}
-    allowed = {"step", "phase", "epoch", "pictures", "seconds", "steps", "first", "_step", "_runtime", "_timestamp"}
+    allowed = {"step", "phase", "epoch", "images", "seconds", "steps", "first", "_step", "_runtime", "_timestamp"}
     assert set().union(*items) <= SCALARS | allowed
     # the local files that are sent beside the records
     assert not [path for path in file.parent.glob("files/*") if path.is_file()]

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from sana_core.__main__ import main
 from sana_core.runtime import atomic_files
-from sana_core.training import run_log, runs
+from sana_core.training import run_log, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = ["--width", "32", "--height", "32", "--steps", "1", "--dtype", "float32"]
@@ -129,7 +129,7 @@ def inject(monkeypatch):
     The predicate gets the name of the operation and its paths. Nobody waits long for a file.
     """
     monkeypatch.setattr(atomic_files, "PATIENCE", 0.1)
-    monkeypatch.setattr(runs, "SCAN_PATIENCE", 0.1)
+    monkeypatch.setattr(states, "SCAN_PATIENCE", 0.1)
     injected = []
 
     def check(name, *paths):

@@ -9,7 +9,7 @@ import torch
 from launched import OLD, outcomes, results_of
 from torch import nn
 
-from sana_core.training import state_files
+from sana_core.training import states
 from sana_core.training.came import CAME
 from sana_core.training.optimizers import make_optimizer
 from sana_core.training.sharding import Layout, Shards, local_parameters
@@ -46,7 +46,7 @@ def train_whole(name, steps=STEPS):
 
 
 def sharded_state(ranks, name):
-    """Return what state_files needs of a TrainState, with the shards of this rank."""
+    """Return the fields of a trainer that saved states need, with the shards of this rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -59,7 +59,7 @@ def sharded_state(ranks, name):
     optimizer = make_optimizer(name, parameters.values(), 1e-2, 0.01)
     if isinstance(optimizer, CAME):
         optimizer.total = ranks.all_reduce
-    return SimpleNamespace(layout=layout, ranks=ranks, parameters=parameters, optimizer=optimizer, average=None)
+    return SimpleNamespace(layout=layout, parameters=parameters, optimizer=optimizer)
 
 
 def take_steps(state, name, steps):
@@ -78,15 +78,16 @@ def train_in_shards(ranks, name, folder):
     """Train, save in the middle, resume in other objects, and return the whole weights."""
     first = sharded_state(ranks, name)
     take_steps(first, name, range(STEPS // 2))
-    tensors, values = state_files.tensors_of(first)
+    tensors, values = states.tensors_of(first.parameters, first.optimizer, None)
     part = folder / name
     if ranks.first:
         (part / "shards").mkdir(parents=True)
     ranks.agree(None)
-    state_files.save_shards(first, tensors, part)
+    states.save_shards(first.layout, tensors, part)
     ranks.agree(None)
     second = sharded_state(ranks, name)
-    state_files.restore(second, state_files.read_tensors(second, part, ranks.size), values, "state")
+    stored = states.read_tensors(second.layout, part, ranks.size)
+    states.restore(second.parameters, second.optimizer, None, stored, values, "state")
     for one, other in zip(first.parameters.values(), second.parameters.values(), strict=True):
         assert torch.equal(one, other)
     take_steps(second, name, range(STEPS // 2, STEPS))
@@ -157,7 +158,8 @@ def test_only_an_error_of_the_system_is_called_a_fault_of_the_disk(tmp_path, mon
         state = sharded_state(ranks, "adamw")
         if ranks.rank == 1:
             monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
-        state_files.save_shards(state, state_files.tensors_of(state)[0], tmp_path)
+        tensors, _ = states.tensors_of(state.parameters, state.optimizer, None)
+        states.save_shards(state.layout, tensors, tmp_path)
 
     for raised, message, trace in outcomes(2, save):
         assert raised == kind and message.endswith(text), trace

@@ -8,14 +8,14 @@ from card_ranks import card_of, misplaced
 from launched import OLD, results_of
 from test_training_ranks import METHODS, numbers, settings
 from tiny import tiny_transformer
+from trainers import make_trainer, take_step, weights_of
 
 from sana_core.model.reference import NVIDIA
-from sana_core.training import state_files
+from sana_core.training import states
+from sana_core.training.loss import seeded_dropout
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method
-from sana_core.training.train import as_saved
-from sana_core.training.train_state import averaged, gather_weights, make_train_state, seeded_dropout, take_step
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 GROUP = ((0, 1), (2, 3))
@@ -32,11 +32,7 @@ def begin(run_settings, ranks, variant="sana", reference=None, layers=2):
     base = tiny_transformer(variant, layers=layers).requires_grad_(run_settings.method.kind != "controlnet")
     if reference:
         base.register_to_config(reference=reference)
-    return make_train_state(base, 3.0, run_settings, ranks.device, ranks)
-
-
-def models_of(state):
-    return [model for model in (state.transformer, state.controlnet) if model is not None]
+    return make_trainer(base, 3.0, run_settings, ranks.device, ranks)
 
 
 def cases():
@@ -50,13 +46,7 @@ def cases():
 def one_step(run_settings, ranks, variant, reference):
     state = begin(run_settings, ranks, variant, reference)
     loss, norm = take_step(state, numbers(), GROUP, TrainProgress(), 1e-3)
-    whole = gather_weights(state, torch.device("cpu"), trained_alone=True)
-    return (
-        state,
-        loss,
-        norm,
-        {} if whole is None else {name: weight.detach().cpu() for name, weight in whole.parameters.items()},
-    )
+    return state, loss, norm, weights_of(state.gather_models(torch.device("cpu"), trained_alone=True))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("fsdp_offload", marks=pytest.mark.slow)])
@@ -67,7 +57,7 @@ def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_proce
             for variant, _, method, reference in cases():
                 run_settings = replace(settings(kind), method=method)
                 state, loss, norm, weights = one_step(run_settings, own_ranks, variant, reference)
-                wrong = misplaced(models_of(state), own_ranks.device, kind == "fsdp_offload")
+                wrong = misplaced(state.models, own_ranks.device, kind == "fsdp_offload")
                 device = "cpu" if kind == "fsdp_offload" else "cuda"
                 wrong += [name for name, weight in state.parameters.items() if weight.device.type != device]
                 results.append((wrong, loss, norm, weights))
@@ -103,14 +93,14 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, co
             device = own_ranks.device
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            tensors, values = state_files.tensors_of(first)
-            state_files.save_shards(first, tensors, tmp_path)
+            tensors, values = states.tensors_of(first.parameters, first.optimizer, first.average)
+            states.save_shards(first.layout, tensors, tmp_path)
             saved = cards.peak[device] - before
             second = begin(run_settings, own_ranks)
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            restored = state_files.read_tensors(second, tmp_path, count // replicas)
-            state_files.restore(second, restored, values, "state")
+            restored = states.read_tensors(second.layout, tmp_path, count // replicas)
+            states.restore(second.parameters, second.optimizer, second.average, restored, values, "state")
             resumed = cards.peak[device] - before
             same = all(torch.equal(one, second.parameters[name]) for name, one in first.parameters.items())
             return saved, resumed, bytes_of(tensors.values()), same
@@ -129,11 +119,11 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
             device = own_ranks.device
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            with averaged(state):
-                whole = gather_weights(state, device, trained_alone=False)
-                if whole is not None:
-                    with as_saved(whole) as saved:
-                        assert {weight.dtype for weight in saved.transformer.parameters()} == {torch.bfloat16}
+            with state.averaged():
+                whole = state.gather_models(device, trained_alone=False)
+                if whole:
+                    with state.as_saved(whole) as (transformer,):
+                        assert {weight.dtype for weight in transformer.parameters()} == {torch.bfloat16}
             return cards.peak[device] - before, 2 * sum(sizes), 4 * max(sizes)
 
     (first, copy, largest), (second, *_) = results_of(2, preview)
@@ -157,7 +147,7 @@ def test_dropout_seeds_the_generator_of_its_own_gpu_alone(monkeypatch):
             monkeypatch.setattr(
                 torch.cuda, "manual_seed", lambda seed: seeded.append((torch.cuda.current_device(), seed))
             )
-            with seeded_dropout(state, (1, 2)):
+            with seeded_dropout(state.device, (run_settings.seed, 1, 2)):
                 pass
         return seeded
 

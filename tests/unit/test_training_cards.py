@@ -13,7 +13,7 @@ from sana_core.training.autofit import arrangement_lines, cheapest, largest_memo
 from sana_core.training.released import released_base
 from sana_core.training.settings import Parallel, Validation
 from sana_core.training.settings_file import read_settings
-from sana_core.training.train_state import microbatches
+from sana_core.training.sharding import microbatches
 
 GB = 2**30
 

@@ -12,19 +12,17 @@ from adapted import learn_something
 from diffusers import SanaControlNetModel
 from pictures import write_pictures
 from setup import ROOT
+from trainers import make_trainer, validation_loss
 
 import sana_core
 from sana_core.errors import InputError
 from sana_core.model.controlnet import Control
 from sana_core.model.reference import model_timestep
-from sana_core.runtime.cancellation import no_poll
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.controlnet import begin_controlnet, check_steerable
 from sana_core.training.loss import flow_loss
-from sana_core.training.prepare import digest_models, no_progress, prepare, read_samples
-from sana_core.training.ranks import ALONE
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.train_state import make_train_state, validation_loss
+from sana_core.training.trainer import Trainer
 
 REFERENCES = ("diffusers", "nvidia")
 
@@ -162,7 +160,7 @@ def settings(tmp_path, checkpoint):
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_what_is_saved_opens_in_diffusers_and_here(settings, batch, checkpoint, reference):
     own = settings(reference=reference)
-    folder = train.train(own)
+    folder = trainer.train(own)
     assert folder.name == "controlnet"
     theirs, ours = SanaControlNetModel.from_pretrained(folder), sana_core.load_controlnet(folder)
     assert ours.config.reference == reference
@@ -198,20 +196,21 @@ def test_it_learns_to_follow_its_control_images(tmp_path, one_thread, monkeypatc
         validation=Validation(every=150, share=0.1),
     )
     learners, reports = [], []
-    export = train.export
-    monkeypatch.setattr(train, "export", lambda learner, folder: (learners.append(learner), export(learner, folder)))
-    train.train(own, reports.append)
+    export = Trainer.export
+    monkeypatch.setattr(Trainer, "export", lambda self, *values: (learners.append(self), export(self, *values)))
+    trainer.train(own, reports.append)
     first, last, best = (line["validation_loss"] for line in reports if "validation_loss" in line)
     assert best == last
     assert last < 0.75 * first
-    learner, marks = learners[-1], digest_models(own, no_progress)
-    ((data,), _) = prepare(own, read_samples(own, no_poll), torch.device("cpu"), ALONE, marks, no_progress, no_poll)
-    assert validation_loss(learner, data, no_poll) == pytest.approx(last, abs=1e-4)
+    learner = learners[-1]
+    learner.prepare_data()
+    (data,) = learner.data
+    assert validation_loss(learner, data) == pytest.approx(last, abs=1e-4)
     controls = data.cache.controls
     others = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))
-    assert validation_loss(learner, others, no_poll) > 1.1 * last
-    plain = make_train_state(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
-    assert validation_loss(plain, data, no_poll) == pytest.approx(first, abs=1e-4)
+    assert validation_loss(learner, others) > 1.1 * last
+    plain = make_trainer(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
+    assert validation_loss(plain, data) == pytest.approx(first, abs=1e-4)
 
 
 def test_a_missing_control_picture_is_named_before_anything_is_encoded(settings):
@@ -219,7 +218,7 @@ def test_a_missing_control_picture_is_named_before_anything_is_encoded(settings)
     folder = Path(own.phase[0].data[0])
     (folder / "4-1-control.png").unlink()
     with pytest.raises(InputError, match="^4-1.png: has no control image, expected 4-1-control.png beside it"):
-        train.train(own)
+        trainer.train(own)
     assert not list(Path(own.out).rglob("*.safetensors"))
 
 
@@ -235,7 +234,7 @@ def test_the_validation_draws_each_prompt_with_its_control_picture(settings, che
     ):
         look = Validation(every=4, prompts=prompts, control=tuple(control), steps=2, guidance=3.0)
         told = replace(own, out=f"{own.out}-{name}", validation=look, phase=(phase,))
-        train.train(check_settings(told), show=lambda step, drawn, name=name: shown.update({(name, step): drawn}))
+        trainer.train(check_settings(told), show=lambda step, drawn, name=name: shown.update({(name, step): drawn}))
     assert all(torch.equal(*pair) for pair in zip(shown["each", 0], shown["one", 0], strict=True))
     for number in range(2):
         assert (shown["each", 4][number] - shown["one", 4][number]).abs().mean() > 1e-3

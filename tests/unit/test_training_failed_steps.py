@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training import cache, dataset, optimizers, prepare, runs, train, train_state
-from sana_core.training.runs import find_states
+from sana_core.training import cache, dataset, optimizers, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
+from sana_core.training.trainer import Trainer
 
 IMAGES, STEPS, FAILING = 8, 5, 3
 
@@ -155,9 +156,9 @@ LAUNCHED = "one"
 
 def run(settings, ranks=1):
     if ranks == 1:
-        train.train(settings)
+        trainer.train(settings)
     else:
-        results_of(1 if ranks == LAUNCHED else ranks, lambda this: str(train.train(settings, ranks=this)))
+        results_of(1 if ranks == LAUNCHED else ranks, lambda this: str(trainer.train(settings, ranks=this)))
 
 
 def fail(settings, ranks, report=lambda line: None, before=lambda rank: None):
@@ -165,12 +166,12 @@ def fail(settings, ranks, report=lambda line: None, before=lambda rank: None):
     if ranks == 1:
         before(0)
         with pytest.raises(BaseException) as raised:
-            train.train(settings, report)
+            trainer.train(settings, report)
         return [(type(raised.value).__name__, str(raised.value))]
 
     def work(this):
         before(this.rank)
-        train.train(settings, report, ranks=this)
+        trainer.train(settings, report, ranks=this)
 
     return [outcome[:2] for outcome in outcomes(ranks, work)]
 
@@ -285,7 +286,7 @@ CALL = 2 * FAILING + 2
 def test_a_failure_before_the_optimizer_loses_no_step(make, check_resumed, monkeypatch, failure, call):
     settings = make(stream=False)
     with monkeypatch.context() as patch:
-        patch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, call, FAILURES[failure]))
+        patch.setattr(Trainer, "batch_loss", after_calls(Trainer.batch_loss, call, FAILURES[failure]))
         ((kind, text),) = fail(settings, 1)
     if "loss" in failure or failure == "gradient":
         assert kind == "TrainingError" and f"in step {FAILING} the " in text and ".png" in text
@@ -297,7 +298,7 @@ def test_a_failure_loses_no_step_whatever_is_trained(make, check_resumed, tmp_pa
     settings = replace(make(stream=False), method=method, dtype=method.weights)
     write_pictures(tmp_path / "loose", IMAGES, controls=True)
     with monkeypatch.context() as patch:
-        patch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, raise_in_backward))
+        patch.setattr(Trainer, "batch_loss", after_calls(Trainer.batch_loss, CALL, raise_in_backward))
         fail(settings, 1)
     check_resumed(settings)
 
@@ -313,15 +314,15 @@ def test_a_failed_step_frees_its_tensors_before_the_state_is_saved(make, monkeyp
         # The graph of the loss holds `big`.
         return raise_in_backward(loss + (big * big).sum())
 
-    real = train.export
+    real = Trainer.export
     at_save = []
 
     def export(*values):
         at_save.append([reference() is not None for reference in alive])
         return real(*values)
 
-    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, keep))
-    monkeypatch.setattr(train, "export", export)
+    monkeypatch.setattr(Trainer, "batch_loss", after_calls(Trainer.batch_loss, CALL, keep))
+    monkeypatch.setattr(Trainer, "export", export)
     fail(settings, 1)
     assert at_save == [[False]]
 
@@ -330,9 +331,9 @@ def test_a_failed_step_frees_its_tensors_before_the_state_is_saved(make, monkeyp
 def test_a_failure_inside_the_optimizer_saves_nothing(make, check_resumed, monkeypatch, optimizer):
     settings = make(stream=False, optimizer=replace(make().optimizer, name=optimizer))
     settings = replace(settings, save_every=2)
-    real = train_state.step_optimizer
+    real = trainer.step_optimizer
     with monkeypatch.context() as patch:
-        patch.setattr(train_state, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
+        patch.setattr(trainer, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
         fail(settings, 1)
     check_resumed(settings, step=2)
 
@@ -359,12 +360,12 @@ def test_an_interrupt_while_averages_are_replaced_by_the_weights_saves_nothing(m
 @pytest.mark.parametrize("failure", ["memory in the forward", "bug", "loss", "gradient"])
 def test_a_failure_on_one_of_two_ranks_loses_no_step_under_ddp(make, check_resumed, monkeypatch, failure):
     settings = make(stream=False)
-    real = train_state.batch_loss
+    real = Trainer.batch_loss
 
     def break_second_rank(rank):
         if rank == 1:
             # one microbatch in a step, and one at the start
-            monkeypatch.setattr(train_state, "batch_loss", after_calls(real, FAILING + 2, FAILURES[failure]))
+            monkeypatch.setattr(Trainer, "batch_loss", after_calls(real, FAILING + 2, FAILURES[failure]))
 
     first, second = fail(settings, 2, before=break_second_rank)
     if failure == "gradient":
@@ -380,11 +381,11 @@ def test_a_failure_on_one_of_two_ranks_loses_no_step_under_ddp(make, check_resum
 @pytest.mark.parametrize("failure", ["loss", "gradient"])
 def test_a_loss_or_gradient_that_is_not_finite_loses_no_step_under_fsdp(make, check_resumed, monkeypatch, failure):
     settings = make(stream=False, parallel="fsdp")
-    real = train_state.batch_loss
+    real = Trainer.batch_loss
 
     def break_second_rank(rank):
         if rank == 1:
-            monkeypatch.setattr(train_state, "batch_loss", after_calls(real, FAILING + 1, FAILURES[failure]))
+            monkeypatch.setattr(Trainer, "batch_loss", after_calls(real, FAILING + 1, FAILURES[failure]))
 
     errors = fail(settings, 2, before=break_second_rank)
     assert [kind for kind, _ in errors] == ["TrainingError"] * 2, errors
@@ -396,8 +397,11 @@ def test_a_loss_or_gradient_that_is_not_finite_loses_no_step_under_fsdp(make, ch
 def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, check_resumed, monkeypatch, method):
     settings = make(stream=False, parallel="fsdp", method=method)
 
-    def make_failing(*values, **options):
-        state, calls = train_state.make_train_state(*values, **options), []
+    real = Trainer.set_up
+
+    def set_up_failing(self, *values):
+        real(self, *values)
+        calls = []
 
         def count(*_):
             calls.append(1)
@@ -405,12 +409,11 @@ def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, chec
             if len(calls) == 4 * FAILING + 3:
                 raise torch.OutOfMemoryError("a block does not fit")
 
-        state.transformer.transformer_blocks[-1].register_forward_pre_hook(count)
-        return state
+        self.transformer.transformer_blocks[-1].register_forward_pre_hook(count)
 
     def work(ranks):
-        monkeypatch.setattr(train, "make_train_state", make_failing)
-        train.train(settings, ranks=ranks)
+        monkeypatch.setattr(Trainer, "set_up", set_up_failing)
+        trainer.train(settings, ranks=ranks)
 
     ((kind, text, _),) = outcomes(1, work)
     assert kind == "OutOfMemoryError" and "a block does not fit" in text
@@ -420,7 +423,7 @@ def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, chec
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.skipif(OLD, reason="FSDP2"))])
 def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed, monkeypatch, parallel):
     settings = make(parallel=parallel)
-    real = prepare.encode_images
+    real = trainer.encode_images
 
     def cancel_second_rank(rank):
         calls = []
@@ -431,7 +434,7 @@ def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed,
                 raise KeyboardInterrupt
             return real(*values, poll=poll)
 
-        monkeypatch.setattr(prepare, "encode_images", encode_images)
+        monkeypatch.setattr(trainer, "encode_images", encode_images)
 
     errors = fail(settings, 2, before=cancel_second_rank)
     assert [kind for kind, _ in errors] == ["KeyboardInterrupt"] * 2
@@ -458,16 +461,16 @@ def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make,
     def full_disk(*values):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(train, "export", full_disk)
-    monkeypatch.setattr(train_state, "batch_loss", after_calls(train_state.batch_loss, CALL, FAILURES[failure]))
+    monkeypatch.setattr(Trainer, "export", full_disk)
+    monkeypatch.setattr(Trainer, "batch_loss", after_calls(Trainer.batch_loss, CALL, FAILURES[failure]))
     with pytest.raises(OSError, match="No space left on device"):
-        train.train(settings)
+        trainer.train(settings)
     assert text in [record.getMessage() for record in caplog.records]
 
 
 def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check_resumed, monkeypatch):
     settings = replace(make(stream=False), save_every=2)
-    real, calls = runs.put_state, []
+    real, calls = states.put_state, []
 
     def put_state(*values):
         calls.append(1)
@@ -476,7 +479,7 @@ def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check
         real(*values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "put_state", put_state)
+        patch.setattr(states, "put_state", put_state)
         ((kind, text),) = fail(settings, 1)
     assert kind == "OutputError" and "No space left" in text
     ((step, _),) = find_states(Path(settings.out))
@@ -535,7 +538,7 @@ def test_one_error_names_all_images_whose_pixels_alone_are_broken(make):
     for index in BROKEN:
         cut(files[index])
     with pytest.raises(ReadError) as raised:
-        train.train(settings)
+        trainer.train(settings)
     assert all(files[index].name in str(raised.value) for index in BROKEN) and "likewise 2 more" in str(raised.value)
 
 
@@ -567,7 +570,7 @@ def test_skip_broken_leaves_out_an_image_whose_mask_or_control_image_is_broken(m
     shutil.copy(files[2], tmp_path / "loose" / f"{files[2].stem}-mask.png")
     cut(tmp_path / "loose" / f"{files[2].stem}-mask.png")
     cut(tmp_path / "loose" / f"{files[5].stem}-control.png")
-    train.train(settings)
+    trainer.train(settings)
     assert f"{files[2].name} (mask), {files[5].name} (control image)" in caplog.text
 
 
@@ -594,30 +597,25 @@ def test_skip_broken_leaves_out_the_broken_images_of_a_streamed_step(make, tmp_p
 
 def test_a_streamed_step_without_its_broken_images_is_the_step_of_the_others(make):
     """Indices decide about noise, so the same indices without the broken ones are the reference."""
-    from sana_core.training.ranks import ALONE
+    from trainers import make_trainer, take_step
+
     from sana_core.training.schedule import TrainProgress
 
     settings = make(skip_broken=True)
     files = sorted(Path(settings.phase[0].data[0]).glob("*.png"))
     with torch.no_grad():
-        (data,), _ = prepare.prepare(
-            settings,
-            prepare.read_samples(settings, lambda: None),
-            torch.device("cpu"),
-            ALONE,
-            prepare.digest_models(settings, prepare.no_progress),
-            prepare.no_progress,
-            lambda: None,
-        )
+        prepared = Trainer(settings)
+        prepared.prepare_data()
+    (data,) = prepared.data
     errors = []
     for group in ([[0, 1], [2, 3], [4, 5]], [[0], [2, 3]]):
-        state = train.load_state(settings, 3.0, ALONE)
-        errors.append(train_state.take_step(state, data, group, TrainProgress(), 1e-3))
+        state = make_trainer(Trainer(settings).load_base(), 3.0, settings)
+        errors.append(take_step(state, data, group, TrainProgress(), 1e-3))
         errors.append({name: value.detach().clone() for name, value in state.parameters.items()})
     for index in (1, 4, 5):
         cut(files[index])
-    state = train.load_state(settings, 3.0, ALONE)
-    again = train_state.take_step(state, data, [[0, 1], [2, 3], [4, 5]], TrainProgress(), 1e-3)
+    state = make_trainer(Trainer(settings).load_base(), 3.0, settings)
+    again = take_step(state, data, [[0, 1], [2, 3], [4, 5]], TrainProgress(), 1e-3)
     assert again == errors[2] != errors[0]
     assert all(torch.equal(value, errors[3][name]) for name, value in state.parameters.items())
 
@@ -627,9 +625,9 @@ def test_skip_broken_refuses_a_step_and_a_data_set_of_which_nothing_is_left(make
     data = Path(streamed.phase[0].data[0])
     damage_images(data, change_pixels)
     with pytest.raises(SanaError, match="likewise 3 more"):
-        train.train(streamed)
+        trainer.train(streamed)
     with pytest.raises(InputError, match=r"^dataset: phase 1 has no image that can be read"):
-        train.train(cached)
+        trainer.train(cached)
 
 
 @pytest.mark.parametrize("fault", ["caption", "tar", "black mask", "folder"])
@@ -648,7 +646,7 @@ def test_skip_broken_leaves_out_nothing_but_images_that_cannot_be_read(make, tmp
     else:
         (data / "inner.tar.gz").write_bytes(b"x")
     with pytest.raises(SanaError):
-        train.train(settings)
+        trainer.train(settings)
 
 
 def test_a_missing_image_is_named_and_a_run_goes_on_without_it(make, caplog):
@@ -658,8 +656,8 @@ def test_a_missing_image_is_named_and_a_run_goes_on_without_it(make, caplog):
     gone = sorted(data.glob("*.png"))[3]
     gone.unlink()
     with pytest.raises(MissingFileError, match=gone.name):
-        train.train(settings)
-    train.train(replace(settings, skip_broken=True))
+        trainer.train(settings)
+    trainer.train(replace(settings, skip_broken=True))
     assert "leaves out 1 images: metadata.jsonl line 4" in caplog.text or gone.name in caplog.text
 
 

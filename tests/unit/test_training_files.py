@@ -12,11 +12,11 @@ from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from PIL import Image
 
-from sana_core.errors import CheckpointError, ExistingFileError, InputError, TrainingError
-from sana_core.training import loop, prepare, train
+from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
+from sana_core.training import states, trainer
 from sana_core.training.run_log import append_log, read_log, read_losses
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_equal_runs_write_equal_loras(make, out, tmp_path, each_model):
     own = make(model=each_model, trigger="red")
     found = set()
     for name in "ab":
-        file = train.train(replace(own, out=str(tmp_path / name)))
+        file = trainer.train(replace(own, out=str(tmp_path / name)))
         found.add(file.read_bytes())
     assert len(found) == 1
 
@@ -81,33 +81,33 @@ def test_what_others_have_put_where_a_run_writes_is_named_and_stays(make, out, n
     with pytest.raises(
         ExistingFileError, match=f"^out: {place} is not of this run, .*; move it away, or choose another"
     ):
-        train.train(make())
+        trainer.train(make())
     assert content(out) == before
 
 
 def test_the_lora_of_a_run_that_has_ended_is_not_replaced_by_another_run(make, out):
-    file = train.train(make())
+    file = trainer.train(make())
     first = file.read_bytes()
     shutil.rmtree(out / "steps")
     with pytest.raises(InputError, match="^rank: got 3, but the run in .*out has 2; name another folder"):
-        train.train(make(method=Method(rank=3)))
+        trainer.train(make(method=Method(rank=3)))
     (out / "run.json").unlink()
     with pytest.raises(ExistingFileError, match="log.jsonl is not of this run"):
-        train.train(make(method=Method(rank=3)))
+        trainer.train(make(method=Method(rank=3)))
     (out / "log.jsonl").unlink()
     with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
-        train.train(make(method=Method(rank=3)))
+        trainer.train(make(method=Method(rank=3)))
     assert file.read_bytes() == first
 
 
 def test_a_run_replaces_its_own_lora_and_no_file_that_was_put_in_its_place(make, out):
-    file = train.train(make())
+    file = trainer.train(make())
     before = file.read_bytes()
-    assert train.train(make(steps=6)) == file and file.read_bytes() != before
+    assert trainer.train(make(steps=6)) == file and file.read_bytes() != before
     file.write_text("mine")
     for steps in (6, 8):
         with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
-            train.train(make(steps=steps))
+            trainer.train(make(steps=steps))
     assert file.read_text() == "mine" and [step for step, _ in find_states(out)][-1] == 6
 
 
@@ -116,15 +116,15 @@ def test_a_file_that_comes_while_it_trains_is_not_replaced_either(make, out):
         (out / "x.safetensors").write_text("mine")
 
     with pytest.raises(ExistingFileError, match="x.safetensors is not of this run"):
-        train.train(make(), report)
+        trainer.train(make(), report)
     assert (out / "x.safetensors").read_text() == "mine" and find_states(out)[-1][0] == 4
     (out / "x.safetensors").unlink()
-    assert train.train(make()) == out / "x.safetensors"
+    assert trainer.train(make()) == out / "x.safetensors"
 
 
 @pytest.mark.parametrize("name", ["step-0000004", "step-0000001/notes.txt"])
 def test_what_comes_where_a_state_will_be_ends_the_run_with_what_it_has_learnt(make, out, shared, tmp_path, name):
-    whole = train.train(make()).read_bytes()
+    whole = trainer.train(make()).read_bytes()
     shutil.rmtree(out)
     theirs = out / "steps" / name
 
@@ -135,12 +135,12 @@ def test_what_comes_where_a_state_will_be_ends_the_run_with_what_it_has_learnt(m
 
     place = out / "steps" / Path(name).parts[0]
     with pytest.raises(ExistingFileError, match=f"^out: {place} is not of this run"):
-        train.train(make(save_every=500), report)
+        trainer.train(make(save_every=500), report)
     assert theirs.read_text() == "mine" and [step for step, _ in find_states(out)] == [3]
     theirs.rename(tmp_path / "mine")
     if place.exists():
         place.rmdir()
-    assert train.train(make(save_every=500)).read_bytes() == whole
+    assert trainer.train(make(save_every=500)).read_bytes() == whole
 
 
 def test_a_preview_is_written_beside_what_has_its_name(make, out):
@@ -152,19 +152,19 @@ def test_a_preview_is_written_beside_what_has_its_name(make, out):
             theirs.write_text("mine")
             folder.mkdir()
 
-    train.train(own, report)
+    trainer.train(own, report)
     names = {"step-0000000-00.png", theirs.name, "step-0000002-00-2.png", folder.name, "step-0000004-00-2.png"}
     assert theirs.read_text() == "mine" and {path.name for path in theirs.parent.iterdir()} == names
     # the same again is no other
     before = content(out / "pictures")
     shutil.rmtree(out / "steps")
-    train.train(own)
+    trainer.train(own)
     assert content(out / "pictures") == before
 
 
 def test_older_states_that_a_killed_run_has_not_removed_go_with_the_next_one(make, out):
-    train.train(make(keep=2))
-    train.train(make(keep=1))
+    trainer.train(make(keep=2))
+    trainer.train(make(keep=1))
     assert [step for step, _ in find_states(out)] == [4]
 
 
@@ -172,55 +172,54 @@ def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out,
     write_pictures(tmp_path / "pictures", 4)
     phase = Phase((str(tmp_path / "pictures"),), 32, steps=6, learning_rate=0.1)
     own = replace(make(keep=1, validation=Validation(every=2, share=0.3)), phase=(phase,))
-    train.train(own)
+    trainer.train(own)
     before = content(out)
     assert len(find_states(out)) == 2
     next((tmp_path / "pictures").glob("*.txt")).write_text("another caption")
-    train.train(own)
+    trainer.train(own)
     assert content(out) == before
 
 
 def test_a_run_whose_run_json_is_gone_goes_on(make, out):
-    train.train(make())
+    trainer.train(make())
     (out / "run.json").unlink()
-    train.train(make(steps=6))
+    trainer.train(make(steps=6))
     assert len(read_losses(out)) == 6
 
 
 def test_a_state_that_others_have_put_a_file_into_stays(make, out):
-    train.train(make(keep=1))
+    trainer.train(make(keep=1))
     (out / "steps" / "step-0000004" / "notes.txt").write_text("mine")
-    train.train(make(steps=10, keep=1))
+    trainer.train(make(steps=10, keep=1))
     assert [step for step, _ in find_states(out)] == [4, 10]
 
 
 def test_a_lora_that_is_named_anew_after_the_end_is_published_as_that(make, out):
-    first = train.train(make())
-    second = train.train(make(name="y"))
+    first = trainer.train(make())
+    second = trainer.train(make(name="y"))
     assert second == out / "y.safetensors" and second.read_bytes() == first.read_bytes()
 
 
 def test_a_phase_that_is_removed_is_asked_for_back(make):
-    train.train(make(steps=2, phases=2))
+    trainer.train(make(steps=2, phases=2))
     with pytest.raises(InputError, match="^phase: got 1, but the run in .*out has come to phase 2; restore the phases"):
-        train.train(make(steps=2))
+        trainer.train(make(steps=2))
 
 
 def test_what_is_wrong_with_settings_and_captions_is_told_before_models_are_read(make, tmp_path, monkeypatch):
-    train.train(make())
+    trainer.train(make())
 
     def never(*values):
         raise AssertionError
 
-    monkeypatch.setattr(train, "digest_models", never)
-    monkeypatch.setattr(prepare, "fingerprint", never)
+    monkeypatch.setattr(trainer, "fingerprint", never)
     with pytest.raises(InputError, match="^rank: got 3, but the run"):
-        train.train(make(method=Method(rank=3)))
+        trainer.train(make(method=Method(rank=3)))
     write_pictures(tmp_path / "bare", 1)
     next((tmp_path / "bare").glob("*.txt")).unlink()
     phase = Phase((str(tmp_path / "bare"),), 32, steps=1)
     with pytest.raises(InputError, match="has no caption"):
-        train.train(replace(make(), phase=(phase,)))
+        trainer.train(replace(make(), phase=(phase,)))
 
 
 def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
@@ -228,7 +227,7 @@ def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
     Image.new("RGB", (1, 1)).save(tmp_path / "small" / "a.png")
     (tmp_path / "small" / "a.txt").write_text("a dot")
     phase = Phase((str(tmp_path / "small"),), 1024, steps=1)
-    prepare.read_samples(replace(make(), phase=(phase,)), lambda: None)
+    trainer.read_samples(replace(make(), phase=(phase,)), lambda: None)
     assert "1 of 1 images are smaller than they are learned at and will be blurred, the first is a.png of 1 x 1" in (
         caplog.text
     )
@@ -237,7 +236,7 @@ def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors", "x.safetensors"])
 def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
-    train.train(make())
+    trainer.train(make())
     os.remove(out / "x.safetensors")
     file = find_states(out)[-1][1] / name
     data = bytearray(file.read_bytes())
@@ -250,27 +249,45 @@ def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
     if (name, damage) == ("state.json", "gone"):
         kind, said = ExistingFileError, "step-0000004 is not of this run"
     with pytest.raises(kind, match=said) as caught:
-        train.train(make())
+        trainer.train(make())
     assert len(str(caught.value)) < 300 and not (out / "x.safetensors").exists()
     shutil.rmtree(file.parent)
-    train.train(make())
+    trainer.train(make())
     assert (out / "x.safetensors").exists() and len(read_losses(out)) == 4
+
+
+def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start(make, out, monkeypatch):
+    """A kill between the two leaves the state without the folder that it moves to."""
+
+    def fail(part):
+        raise OSError(5, "Input/output error")
+
+    whole = trainer.train(make()).read_bytes()
+    shutil.rmtree(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "sync", fail)
+        with pytest.raises(OutputError, match="Input/output error"):
+            trainer.train(make())
+    assert not (out / "steps").exists()
+    resumed = []
+    assert trainer.train(make(), lambda line: resumed.append(line["step"])).read_bytes() == whole
+    assert min(resumed) > 1
 
 
 @pytest.mark.parametrize("kind", ["parameter", "optimizer"])
 def test_numbers_that_are_none_are_neither_saved_nor_published(make, out, monkeypatch, kind):
-    real = loop.tensors_of
+    real = trainer.tensors_of
 
-    def spoiled(learner):
-        tensors, values = real(learner)
+    def spoiled(*learned):
+        tensors, values = real(*learned)
         if len(read_log(out)) == 4:
             name = next(name for name in tensors if name.startswith(kind) and tensors[name].ndim)
             tensors[name] = torch.full_like(tensors[name], float("nan"))
         return tensors, values
 
-    monkeypatch.setattr(loop, "tensors_of", spoiled)
+    monkeypatch.setattr(trainer, "tensors_of", spoiled)
     with pytest.raises(TrainingError, match=rf"^training: after step 4 {kind}\..* is not finite; lower learning_rate"):
-        train.train(make())
+        trainer.train(make())
     assert [step for step, _ in find_states(out)] == [2] and not (out / "x.safetensors").exists()
 
 
@@ -298,14 +315,14 @@ def test_a_log_is_added_to_and_read_whatever_is_in_it(tmp_path):
 
 
 def test_a_run_that_goes_on_leaves_the_lines_of_its_log_as_they_are(make, out):
-    train.train(make())
+    trainer.train(make())
     log = out / "log.jsonl"
     with log.open("ab") as stream:
         # of a process that was killed after the last state
         stream.write(b'{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
     before = log.read_bytes()
     assert len(read_losses(out)) == 4
-    train.train(make(steps=6))
+    trainer.train(make(steps=6))
     assert log.read_bytes().startswith(before)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5, 6] and 9.0 not in read_losses(out)
 
@@ -330,16 +347,16 @@ def test_a_line_of_the_log_that_finds_no_room_leaves_none_of_it(tmp_path, monkey
 
 def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
     own = make()
-    train.train(own)
+    trainer.train(own)
     left = [
         out / ".sana-batch" / "run-0123" / ".state-6.part",
         out / ".sana-batch" / "gone-4567" / ".gone-2.part",
-        prepare.cache_store(own).parts,
+        trainer.Trainer(own).cache_store().parts,
     ]
     for folder in left:
         (folder / "transformer").mkdir(parents=True)
         (folder / "transformer" / "half.safetensors").write_bytes(b"half")
     (out / ".sana-batch" / "run-0123" / "mark").touch()
-    train.train(own)
+    trainer.train(own)
     assert {path.name for path in out.iterdir()} == {"log.jsonl", "run.json", "steps", "x.safetensors"}
     assert not list(shared.joinpath("cache").glob(".*"))

@@ -10,10 +10,10 @@ from pictures import write_pictures
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import train, train_state
+from sana_core.training import trainer
 from sana_core.training.run_log import describe_validation
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,12 @@ TOGETHER = ("lora, all variants", "lokr, came", "full in bf16", "controlnet, mix
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in TOGETHER else pytest.mark.slow) for way in WAYS])
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
     whole, broken = settings("whole", **WAYS[way]), settings("broken", **WAYS[way])
-    train.train(whole)
+    trainer.train(whole)
     for steps in (1, 3, 1):
         report, poll = stopping_after(steps)
         with pytest.raises(Stopped):
-            train.train(broken, report, poll=poll)
-    train.train(broken)
+            trainer.train(broken, report, poll=poll)
+    trainer.train(broken)
     assert lines_of(broken.out) == lines_of(whole.out)
     assert [line["step"] for line in lines_of(whole.out) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert same(last_state(whole.out), last_state(broken.out))
@@ -91,8 +91,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
 def test_gradients_kept_or_computed_again_are_the_same(settings, method, reference):
     own = {"method": method, "reference": reference, "steps": 3}
     kept, again = settings("kept", checkpoint_gradients=False, **own), settings("again", **own)
-    train.train(kept)
-    train.train(again)
+    trainer.train(kept)
+    trainer.train(again)
     assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
 
 
@@ -105,7 +105,7 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
     losses = []
     for out, data in (("short", folder / "pictures"), ("long", longer)):
         own = settings(out, steps=1, data=data, caption_dropout=1.0, reference=reference)
-        train.train(own)
+        trainer.train(own)
         losses += [line["loss"] for line in lines_of(own.out) if "loss" in line]
     # NVIDIA's code masks the negative prompt as the prompt, diffusers' by itself
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
@@ -117,7 +117,7 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     own = settings(steps=60, data=pair, caption_dropout=0.0, method=Method(rank=16, targets="both"))
     own = replace(own, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
     own = replace(own, phase=(replace(own.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),))
-    train.train(own)
+    trainer.train(own)
     losses = [line["loss"] for line in lines_of(own.out)]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
@@ -129,7 +129,7 @@ def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoi
     phase = replace(own.phase[0], learning_rate=rate)
     own = replace(own, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
     lines = []
-    file = train.train(own, lines.append)
+    file = trainer.train(own, lines.append)
     first, *found = [line for line in lines_of(own.out) if "validation_loss" in line]
     best = min(found, key=lambda line: line["validation_loss"])
     # at a rate that only destroys, not the model as it was, which is no LoRA
@@ -145,9 +145,9 @@ def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoi
 
 def test_a_phase_that_is_added_goes_on_from_the_end(settings):
     once, twice = settings("once", steps=3, phases=2), settings("added", steps=3)
-    train.train(once)
-    train.train(twice)
-    train.train(replace(twice, phase=once.phase))
+    trainer.train(once)
+    trainer.train(twice)
+    trainer.train(replace(twice, phase=once.phase))
     assert same(last_state(once.out), last_state(twice.out))
 
 
@@ -160,7 +160,7 @@ def run_on(settings, tmp_path):
         write_pictures(data, added, seed=seed)
         phases = (Phase((str(data),), 128, batch=1, learning_rate=1e-3, **phase),)
         own = replace(settings(), phase=phases, validation=Validation())
-        train.train(own)
+        trainer.train(own)
         return own
 
     return run
@@ -182,12 +182,12 @@ def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
 
 def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
     seeds, steps = [], []
-    step_optimizer, average_decay = train_state.step_optimizer, train_state.average_decay
+    step_optimizer, average_decay = trainer.step_optimizer, trainer.average_decay
     monkeypatch.setattr(
-        train_state, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
+        trainer, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
     )
-    monkeypatch.setattr(train_state, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
-    train.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
+    monkeypatch.setattr(trainer, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
+    trainer.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
     assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
 
 
@@ -196,7 +196,7 @@ def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkp
     write_pictures(tmp_path / "one", 1)
     own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
     own = replace(own, model=str(CHECKPOINTS[name]), cache="")
-    assert train.train(own).is_file()
+    assert trainer.train(own).is_file()
     assert [("loss" in line, "validation_loss" in line) for line in lines_of(own.out)] == [(True, False)] * 2
 
 
@@ -205,23 +205,23 @@ def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkp
     [{"seed": 1}, {"method": Method(rank=3)}, {"method": Method(rank=2, alpha=8.0)}, {"optimizer": Optimizer("came")}],
 )
 def test_a_folder_with_another_run_is_refused(settings, change):
-    train.train(settings(steps=2))
+    trainer.train(settings(steps=2))
     with pytest.raises(InputError, match="but the run in .* has .*; name another folder"):
-        train.train(settings(steps=4, **change))
+        trainer.train(settings(steps=4, **change))
 
 
 def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
     own = settings(steps=4, validation=Validation())
-    real, calls = train_state.flow_loss, []
+    real, calls = trainer.flow_loss, []
 
     def lossy(*values):
         calls.append(1)
         # two batches a step, so this is the third step
         return real(*values) * (float("nan") if len(calls) == 6 else 1)
 
-    monkeypatch.setattr(train_state, "flow_loss", lossy)
+    monkeypatch.setattr(trainer, "flow_loss", lossy)
     with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
-        train.train(own)
+        trainer.train(own)
     assert newest(own.out).name == "step-0000002"
     assert all(value.isfinite().all() for value in last_state(own.out).values())
 
@@ -234,10 +234,10 @@ def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
             raise Stopped
 
     with pytest.raises(Stopped):
-        train.train(own, report)
+        trainer.train(own, report)
     assert newest(own.out).name == "step-0000003"
-    train.train(own)
-    train.train(whole)
+    trainer.train(own)
+    trainer.train(whole)
     assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))
 
 
@@ -247,7 +247,7 @@ def test_the_pictures_of_each_validation_are_shown(settings):
     shown = []
     prompts = ("a red circle", "a blue square")
     own = settings(steps=2, validation=Validation(every=2, prompts=prompts, steps=1, width=64, height=32))
-    train.train(own, show=lambda step, pictures: shown.append((step, pictures)))
+    trainer.train(own, show=lambda step, pictures: shown.append((step, pictures)))
     assert [step for step, _ in shown] == [0, 2]
     for number, picture in enumerate(shown[1][1]):
         file = Image.open(Path(own.out) / "pictures" / f"step-0000002-{number:02d}.png")
@@ -259,10 +259,10 @@ def test_the_pictures_of_each_validation_are_shown(settings):
 def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, checkpoint):
     own = replace(settings(), model=str(checkpoint / "transformer"))
     with pytest.raises(CheckpointError, match="^.*: not SANA's text encoder"):
-        train.train(own)
+        trainer.train(own)
     assert not Path(own.out).exists()
     parts = {"text_encoder": str(checkpoint), "autoencoder": str(checkpoint)}
-    train.train(replace(own, **parts))
+    trainer.train(replace(own, **parts))
     whole = settings("whole")
-    train.train(whole)
+    trainer.train(whole)
     assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))

@@ -25,10 +25,9 @@ from sana_core.training.optimizers import (
     update_average,
     validation_weights,
 )
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
-from sana_core.training.state_files import optimizer_state, restore, restore_optimizer, tensors_of
-from sana_core.training.train import train as train_run
+from sana_core.training.states import find_states, optimizer_state, restore, restore_optimizer, tensors_of
+from sana_core.training.trainer import train as train_run
 
 LIBRARIES = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}
 # matrices, a 1x1 and a depthwise convolution, a bias; the first two have states in 8 bits
@@ -142,12 +141,18 @@ def test_a_restored_state_is_no_view_of_what_was_read():
 def test_a_state_of_other_weights_is_refused(change, which):
     def state(parameters):
         named = {str(index): parameter for index, parameter in enumerate(parameters)}
-        return SimpleNamespace(parameters=named, optimizer=make_optimizer("came", parameters, 1e-2), average=None)
+        return SimpleNamespace(parameters=named, optimizer=make_optimizer("came", parameters, 1e-2))
 
     saved, other = state(weights()), state(change(weights()))
     train(saved.optimizer, saved.parameters.values(), range(1))
     with pytest.raises(CheckpointError, match=f"^step-0000001: {which} is missing or of another shape"):
-        restore(other, *tensors_of(saved), "step-0000001")
+        restore(
+            other.parameters,
+            other.optimizer,
+            None,
+            *tensors_of(saved.parameters, saved.optimizer, None),
+            "step-0000001",
+        )
     assert not other.optimizer.state and torch.equal(other.parameters["0"], weights()[0])
 
 

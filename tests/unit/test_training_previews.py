@@ -11,9 +11,8 @@ from tiny import library_pipeline
 
 import sana_core
 from sana_core.runtime.image_files import levels
-from sana_core.training.preflight import check_base
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
-from sana_core.training.train import train
+from sana_core.training.trainer import check_base, train
 
 PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthouse on the sea at dusk")
 STEPS = 6

@@ -14,12 +14,12 @@ from trained import Stopped, same, stopping_after
 
 import sana_core
 from sana_core.errors import InputError
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.quantised_base import quantise_base, quantise_layer, quantise_rows
 from sana_core.training.run_log import read_losses
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 LAYERS = {
     "linear": (lambda: torch.nn.Linear(96, 40), (3, 5, 96)),
@@ -104,7 +104,7 @@ def settings(tmp_path, checkpoint):
 @pytest.mark.slow
 def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
     eight, whole, broken = settings(), settings("whole", method=Method(rank=4, targets="both")), settings("broken")
-    eight_file, whole_file = train.train(eight), train.train(whole)
+    eight_file, whole_file = trainer.train(eight), trainer.train(whole)
     losses, others = (read_losses(Path(each.out)) for each in (eight, whole))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
     np.testing.assert_allclose(losses, others, rtol=0.1)
@@ -112,22 +112,22 @@ def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
 
     report, poll = stopping_after(7)
     with pytest.raises(Stopped):
-        train.train(broken, report, poll=poll)
-    assert same(train.train(broken), eight_file)
+        trainer.train(broken, report, poll=poll)
+    assert same(trainer.train(broken), eight_file)
     with pytest.raises(InputError, match="^base: got none, but the run in .* has int8"):
-        train.train(replace(eight, method=whole.method))
+        trainer.train(replace(eight, method=whole.method))
 
 
 def test_its_pictures_are_those_of_the_lora_on_the_whole_model(settings, checkpoint):
     look = Validation(every=40, prompts=("a red circle on a blue background",), steps=4)
     own = settings(validation=look)
-    file = train.train(own)
+    file = trainer.train(own)
     seen = np.asarray(Image.open(Path(own.out) / "pictures" / "step-0000040-00.png")).astype(int)
     # a run that stands still, on the whole model, at the weights of the file
     idle = replace(own.phase[0], learning_rate=0.0, steps=1)
     method = Method(rank=4, targets="both", start=str(file))
     plain = replace(own, out=own.out + "-plain", phase=(idle,), method=method, validation=replace(look, every=1))
-    train.train(plain)
+    trainer.train(plain)
     drawn = np.asarray(Image.open(Path(plain.out) / "pictures" / "step-0000000-00.png"))
     assert (seen == drawn).all()
     before = np.asarray(Image.open(Path(own.out) / "pictures" / "step-0000000-00.png"))

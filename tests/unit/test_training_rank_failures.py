@@ -11,9 +11,10 @@ from pictures import write_pictures
 from trained import lines_of
 
 from sana_core.errors import InputError, MissingFileError, ReadError
-from sana_core.training import cache, loop, prepare, ranks, run_log, runs, state_files, train, train_state
-from sana_core.training.runs import find_states
+from sana_core.training import cache, ranks, run_log, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
+from sana_core.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 # Seconds in which all ranks have to end.
@@ -71,28 +72,28 @@ DISK = OSError(28, "No space left on device")
 # microbatch of each step, and in a validation 8 losses of its image.
 PHASES = {
     "device": Failing(ranks, "own_device", InputError("device: got cuda:1 in this test")),
-    "settings": Failing(train, "check_base", MissingFileError("model: not here in this test")),
-    "data": Failing(train, "read_samples", ReadError("broken.png: in this test")),
-    "encoding": Failing(prepare, "prepare_phase", MEMORY),
-    "loading": Failing(train, "load_base", MEMORY),
-    "dividing": Failing(train_state, "lay_out", MEMORY),
-    "step": Failing(train_state, "seeded_dropout", MEMORY, calls=2),
-    "optimizer": Failing(train_state, "step_optimizer", MEMORY, calls=1),
+    "settings": Failing(trainer, "check_base", MissingFileError("model: not here in this test")),
+    "data": Failing(trainer, "read_samples", ReadError("broken.png: in this test")),
+    "encoding": Failing(Trainer, "prepare_phase", MEMORY),
+    "loading": Failing(Trainer, "load_base", MEMORY),
+    "dividing": Failing(trainer, "lay_out", MEMORY),
+    "step": Failing(trainer, "seeded_dropout", MEMORY, calls=2),
+    "optimizer": Failing(trainer, "step_optimizer", MEMORY, calls=1),
     "log": Failing(run_log.RunLog, "add", DISK, calls=2, victims=(0,)),
     # One image is loaded by each validation, and by steps 2 and 4, which have the fifth image of an epoch.
     "image of a validation": Failing(
         cache.Cache, "load", ReadError("cache: gone in this test"), 4, 4, when=lambda _, indices: len(indices) == 1
     ),
-    "validation": Failing(train_state, "image_loss", MEMORY, calls=20, saved=2, saved_by_ddp=4),
-    "image of a preview": Failing(train, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
-    "gathering for a preview": Failing(train_state, "gather", MEMORY),
-    "values of a state": Failing(loop, "check_finite", MEMORY),
-    "parts of a state": Failing(state_files, "as_part", MEMORY),
-    "disk of a state": Failing(state_files, "sync", DISK),
-    "moving a state": Failing(runs, "put_state", DISK, victims=(0,)),
-    "export": Failing(train, "write_adapter", DISK, victims=(0,)),
-    "gathering for an export": Failing(train_state, "gather", MEMORY, calls=1),
-    "result": Failing(train, "publish", DISK, victims=(0,)),
+    "validation": Failing(Trainer, "image_loss", MEMORY, calls=20, saved=2, saved_by_ddp=4),
+    "image of a preview": Failing(trainer, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
+    "gathering for a preview": Failing(trainer, "gather", MEMORY),
+    "values of a state": Failing(trainer, "check_finite", MEMORY),
+    "parts of a state": Failing(states, "as_part", MEMORY),
+    "disk of a state": Failing(states, "sync", DISK),
+    "moving a state": Failing(states, "put_state", DISK, victims=(0,)),
+    "export": Failing(trainer, "write_adapter", DISK, victims=(0,)),
+    "gathering for an export": Failing(trainer, "gather", MEMORY, calls=1),
+    "result": Failing(trainer, "publish", DISK, victims=(0,)),
 }
 # These run in parts that FSDP alone has.
 DIVIDED = {"gathering for a preview", "gathering for an export"}
@@ -120,7 +121,7 @@ def run_failing(count, function, capfd):
 def check_ends(phase, victim, kind, count, settings, monkeypatch, capfd):
     failing, run_settings = PHASES[phase], settings(kind)
     failing.install(monkeypatch, victim)
-    results_of_ranks, said, _ = run_failing(count, lambda ranks: train.train(run_settings, ranks=ranks), capfd)
+    results_of_ranks, said, _ = run_failing(count, lambda ranks: trainer.train(run_settings, ranks=ranks), capfd)
     monkeypatch.undo()
     cause = str(failing.error)[-20:] if failing.error is not DISK else "No space left"
     for rank in range(count):
@@ -156,7 +157,7 @@ def cases():
 @pytest.mark.parametrize(("phase", "victim", "kind"), list(cases()))
 def test_each_phase_of_each_kind_ends_and_resumes(phase, victim, kind, settings, monkeypatch, capfd):
     run_settings = check_ends(phase, victim, kind, 2, settings, monkeypatch, capfd)
-    results_of(2, lambda ranks: train.train(run_settings, ranks=ranks))
+    results_of(2, lambda ranks: trainer.train(run_settings, ranks=ranks))
     steps = [line["step"] for line in lines_of(run_settings.out) if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
 
@@ -176,6 +177,6 @@ def test_ranks_end_by_themselves_where_the_backend_waits_for_the_failed_one(vict
     run_settings = settings("fsdp")
     PHASES["validation"].install(monkeypatch, victim)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: time.sleep(2 * LIMIT))
-    _, said, seconds = run_failing(2, lambda ranks: train.train(run_settings, ranks=ranks), capfd)
+    _, said, seconds = run_failing(2, lambda ranks: trainer.train(run_settings, ranks=ranks), capfd)
     assert said.count(f"training: rank {victim} on ") == 2 and said.count("CUDA out of memory in this test") == 2
     assert seconds < LIMIT

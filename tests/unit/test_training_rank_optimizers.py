@@ -12,9 +12,9 @@ from pictures import write_pictures
 from safetensors.torch import load_file
 
 from sana_core import load_transformer
-from sana_core.training import optimizers, train
-from sana_core.training.runs import find_states
+from sana_core.training import optimizers, trainer
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
+from sana_core.training.states import find_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")]
 STEPS = 6
@@ -61,7 +61,7 @@ def weights(path):
 
 def kill_one(run_settings, count):
     """Train on `count` ranks until a state is there, kill one of them, and wait for the others."""
-    processes, _ = start_ranks(count, lambda ranks: train.train(run_settings, ranks=ranks))
+    processes, _ = start_ranks(count, lambda ranks: trainer.train(run_settings, ranks=ranks))
     end = time.monotonic() + 300
     while (
         not find_states(Path(run_settings.out))
@@ -86,10 +86,10 @@ def test_a_killed_run_resumes_and_ends_as_one_process(kind, name, count, folder,
     if name == "adamw8bit":
         pytest.importorskip("torchao.optim")
     alone = folder / f"alone-{name}"
-    expected = weights(train.train(make(folder, checkpoint, alone, name)))
+    expected = weights(trainer.train(make(folder, checkpoint, alone, name)))
     run_settings = make(folder, checkpoint, tmp_path / "out", name, kind)
     kill_one(run_settings, count)
-    paths = results_of(count, lambda ranks: train.train(run_settings, ranks=ranks), 300)
+    paths = results_of(count, lambda ranks: trainer.train(run_settings, ranks=ranks), 300)
     result, started = weights(paths[0]), load_transformer(checkpoint).state_dict()
     assert result.keys() == expected.keys()
     differs = sum(float((result[key] - weight).abs().sum()) for key, weight in expected.items())

@@ -10,17 +10,15 @@ import torch
 from launched import OLD, outcomes, results_of
 from tiny import CAPTION, tiny_transformer
 from trained import difference
+from trainers import make_trainer, take_step, validation_loss, weights_of
 
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch
 from sana_core.training.came import CAME
-from sana_core.training.preflight import check_shares
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
-from sana_core.training.sharding import describe_layout
-from sana_core.training.train import as_saved
-from sana_core.training.train_state import gather_weights, make_train_state, microbatches, take_step, validation_loss
+from sana_core.training.sharding import check_steps, describe_layout, microbatches
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 PICTURES = 8
@@ -59,18 +57,16 @@ def settings(kind="ddp", method="lora", **others):
 def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
     """Return the losses, norms and trained weights after a step for each group, of plain descent without a `rate`."""
     trained = own.method.kind != "controlnet"
-    learner = make_train_state(tiny_transformer(layers=2).requires_grad_(trained), 3.0, own, ranks=ranks)
+    learner = make_trainer(tiny_transformer(layers=2).requires_grad_(trained), 3.0, own, ranks=ranks)
     if rate is None:
         group = {"params": list(learner.parameters.values()), "optimizer": "adamw"}
-        learner = learner._replace(optimizer=torch.optim.SGD([group], 1.0))
+        learner.optimizer = torch.optim.SGD([group], 1.0)
     # a step of gradients by themselves: adaptive ones hide their scale
     found = [
         take_step(learner, numbers(), group, TrainProgress(step), rate or 1.0) for step, group in enumerate(groups)
     ]
-    held_out = validation_loss(learner, numbers(), lambda: None)
-    whole = gather_weights(learner, torch.device("cpu"), trained_alone=True)
-    weights = {} if whole is None else {name: each.detach().clone() for name, each in whole.parameters.items()}
-    return found, held_out, weights
+    held_out = validation_loss(learner, numbers())
+    return found, held_out, weights_of(learner.gather_models(torch.device("cpu"), trained_alone=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,10 +101,10 @@ def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(met
 
     def learn_and_save(ranks):
         base = tiny_transformer(layers=2).requires_grad_(True).to(torch.bfloat16 if method == "lora" else torch.float32)
-        learner = make_train_state(base, 3.0, own, ranks=ranks)
+        learner = make_trainer(base, 3.0, own, ranks=ranks)
         for step in range(3):
             take_step(learner, numbers(), ((0, 1), (2, 3)), TrainProgress(step), 1e-2)
-            with as_saved(learner) if ranks.first and ranks.launched else nullcontext():
+            with learner.as_saved(learner.models) if ranks.first and ranks.launched else nullcontext():
                 pass
         return {name: each.detach().clone() for name, each in learner.parameters.items()}
 
@@ -140,7 +136,7 @@ def test_what_runs_is_what_was_asked_for():
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        learner = make_train_state(
+        learner = make_trainer(
             tiny_transformer(layers=2).requires_grad_(True), 3.0, settings("fsdp", "full"), None, ranks
         )
         shares = [each for each in learner.transformer.parameters() if isinstance(each, DTensor)]
@@ -170,7 +166,7 @@ def test_the_whole_weights_of_a_block_are_freed_before_the_next_block_is_put_int
         return put_into_rows(block, **options)
 
     def count(ranks):
-        make_train_state(tiny_transformer(layers=3), 3.0, settings("fsdp", method), ranks=ranks)
+        make_trainer(tiny_transformer(layers=3), 3.0, settings("fsdp", method), ranks=ranks)
         return alive, len(wholes)
 
     monkeypatch.setattr(fsdp, "fully_shard", record)
@@ -181,7 +177,7 @@ def test_the_whole_weights_of_a_block_are_freed_before_the_next_block_is_put_int
 @pytest.mark.parametrize("name", ["SanaBlock", "SanaMSBlock", "SanaTransformerBlock", "GLUMBConv", "SanaDoubleBlock"])
 def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_there(name):
     def blocks(ranks):
-        learner = make_train_state(tiny_transformer(layers=2), 3.0, settings("fsdp", block=name), ranks=ranks)
+        learner = make_trainer(tiny_transformer(layers=2), 3.0, settings("fsdp", block=name), ranks=ranks)
         return describe_layout(learner.layout, learner.parameters, learner.device)
 
     ((kind, *words),) = outcomes(1, blocks)
@@ -236,9 +232,9 @@ def test_every_picture_of_a_step_is_learnt_once_and_all_ranks_are_asked_as_often
 
 def test_a_step_with_fewer_pictures_than_ranks_is_refused():
     with pytest.raises(InputError, match="batch: got 2 and accumulate 2 in phase 1 for 5 processes.*accumulate to 3"):
-        check_shares(settings(), 5)
+        check_steps(settings(), 5)
     with pytest.raises(InputError, match="replicas: got 2 for 3 processes"):
-        check_shares(settings("fsdp", replicas=2), 3)
+        check_steps(settings("fsdp", replicas=2), 3)
     with pytest.raises(InputError, match="optimizer: got prodigy with parallel fsdp"):
         settings("fsdp", optimizer="prodigy")
     with pytest.raises(InputError, match="optimizer: got adamw8bit with parallel fsdp_offload"):

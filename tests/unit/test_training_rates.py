@@ -15,7 +15,7 @@ from trained import Stopped, lines_of, stopping_after
 
 from sana_core.training.schedule import TrainProgress, after_step, learning_rate, plan_epoch, steps_left
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.train import train
+from sana_core.training.trainer import train
 
 PEAK, START = 1e-3, TrainProgress()
 # diffusers' of the same names

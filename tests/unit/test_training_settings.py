@@ -8,7 +8,7 @@ from setup import ROOT
 
 from sana_core.__main__ import main
 from sana_core.errors import InputError, MissingFileError
-from sana_core.training.preflight import all_values
+from sana_core.training.ranks import all_values
 from sana_core.training.settings import TABLES, Phase, TrainingSettings, check_settings, describe_field
 from sana_core.training.settings_file import describe_settings, read_settings
 

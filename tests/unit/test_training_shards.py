@@ -5,17 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from launched import OLD, outcomes, results_of
 from pictures import write_pictures
 from safetensors.torch import load_file
 from trained import difference, lines_of, newest
 
 from sana_core.checkpoints.convert import convert_checkpoint
-from sana_core.training import state_files, train
+from sana_core.training import states, trainer
 from sana_core.training.run_log import read_log
-from sana_core.training.runs import find_states
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import find_states
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 
@@ -46,8 +45,8 @@ def settings(folder, tmp_path, checkpoint):
 def trained(settings, count=1, plain=False):
     """Train on `count` ranks, or with `plain` in a process without a launcher, and return the path of the result."""
     if plain:
-        return train.train(replace(settings, parallel=Parallel()))
-    paths = results_of(count, lambda ranks: train.train(settings, ranks=ranks))
+        return trainer.train(replace(settings, parallel=Parallel()))
+    paths = results_of(count, lambda ranks: trainer.train(settings, ranks=ranks))
     assert len(set(paths)) == 1
     return paths[0]
 
@@ -90,14 +89,14 @@ def test_a_run_that_went_on_is_the_run_that_was_never_stopped_to_the_bit(setting
     second = trained(broken, 2)
     assert lines_of(whole.out) == lines_of(broken.out) and difference(result(first), result(second)) == 0
     more = replace(broken, phase=(replace(broken.phase[0], steps=6),))
-    for found in outcomes(3, lambda ranks: train.train(more, ranks=ranks)):
+    for found in outcomes(3, lambda ranks: trainer.train(more, ranks=ranks)):
         assert found[0] == "InputError" and "optimizer: got 8-bit values in 2 shards for 3" in found[1]
 
 
 def test_the_first_rank_alone_reads_the_weights_that_lie_in_shares(settings):
     def where(ranks):
         return [
-            train.load_base(own, torch.device("cpu"), ranks).device.type for own in (settings(), settings("a", "fsdp"))
+            trainer.Trainer(own, ranks=ranks).load_base().device.type for own in (settings(), settings("a", "fsdp"))
         ]
 
     assert results_of(2, where) == [["cpu", "cpu"], ["cpu", "meta"]]
@@ -128,16 +127,16 @@ def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings,
 
 def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeypatch):
     own = settings(kind="fsdp")
-    real = state_files.save_shards
+    real = states.save_shards
 
-    def full_disk(learner, tensors, part):
-        digests = real(learner, tensors, part)
-        if learner.ranks.rank == 1 and learner.parameters and part.name == ".state-4.part":
+    def full_disk(layout, tensors, part):
+        digests = real(layout, tensors, part)
+        if layout.ranks.rank == 1 and part.name == ".state-4.part":
             raise OSError(28, "No space left on device")
         return digests
 
-    monkeypatch.setattr(state_files, "save_shards", full_disk)
-    found = outcomes(2, lambda ranks: train.train(own, ranks=ranks))
+    monkeypatch.setattr(states, "save_shards", full_disk)
+    found = outcomes(2, lambda ranks: trainer.train(own, ranks=ranks))
     assert found[1][0] == "OutputError" and found[0][0] == "TrainingError" and "No space left" in found[0][1]
     assert [step for step, _ in find_states(Path(own.out))] == [2]
     monkeypatch.undo()
@@ -152,7 +151,7 @@ OTHERS = {
 SAID = {
     "settings": r"settings: rank 1 on .* has seed 1, but rank 0 on .* has 0; start all with the same",
     "a phase": "settings: rank 1 on .* has phase 1: learning_rate 0.002, but rank 0 on .* has 0.001",
-    "pictures": "data: rank 1 on .* has pictures .*, but rank 0 on",
+    "pictures": "data: rank 1 on .* has images .*, but rank 0 on",
 }
 
 
@@ -161,19 +160,19 @@ def test_a_rank_that_differs_is_refused_by_name_before_the_first_step(settings, 
     write_pictures(tmp_path / "other", 3, seed=9)
     own = settings()
     other = OTHERS[what](own)
-    for found in outcomes(2, lambda ranks: train.train(other if ranks.rank else own, ranks=ranks)):
+    for found in outcomes(2, lambda ranks: trainer.train(other if ranks.rank else own, ranks=ranks)):
         assert found[0] == "InputError" and re.search(SAID[what], found[1]), found
     assert not find_states(Path(own.out))
 
 
 def test_a_rank_with_other_code_is_refused_by_name(settings, monkeypatch):
-    from sana_core.training import preflight
+    from sana_core.training import ranks as ranks_module
 
-    own, real = settings(), preflight.code_versions
+    own, real = settings(), ranks_module.code_versions
 
     def other(ranks):
-        monkeypatch.setattr(preflight, "code_versions", lambda: {**real(), "sana_core": str(ranks.rank)})
-        return train.train(own, ranks=ranks)
+        monkeypatch.setattr(ranks_module, "code_versions", lambda: {**real(), "sana_core": str(ranks.rank)})
+        return trainer.train(own, ranks=ranks)
 
     for found in outcomes(2, other):
         assert found[0] == "InputError" and found[1].startswith("code: rank 1 on ") and "has sana_core 1" in found[1]
@@ -188,7 +187,7 @@ def test_what_one_rank_cancels_all_save_and_end(settings):
             if ranks.rank == 1 and sum("loss" in line for line in read_log(Path(own.out))) >= 3:
                 raise KeyboardInterrupt
 
-        return train.train(own, poll=poll, ranks=ranks)
+        return trainer.train(own, poll=poll, ranks=ranks)
 
     for found in outcomes(2, cancelled):
         assert found[0] == "KeyboardInterrupt"

@@ -19,7 +19,7 @@ from trained import Stopped, last_state, lines_of, same, stopping_after
 import sana_core
 from sana_core.commands.train import plan_lines
 from sana_core.errors import InputError
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.adapters import add_adapter
 from sana_core.training.loss import (
     Prompt,
@@ -272,20 +272,20 @@ WAYS = {
 @pytest.mark.parametrize("way", ["data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "data")])
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way, one_thread):
     whole, broken = (settings(out, **WAYS[way]) for out in ("whole", "broken"))
-    train.train(whole)
+    trainer.train(whole)
 
     report, poll = stopping_after(3)
     with pytest.raises(Stopped):
-        train.train(broken, report, poll=poll)
-    train.train(broken)
+        trainer.train(broken, report, poll=poll)
+    trainer.train(broken)
     assert lines_of(broken.out) == lines_of(whole.out) and same(last_state(whole.out), last_state(broken.out))
 
 
 @pytest.mark.slow
 def test_gradients_kept_or_computed_again_are_the_same(settings, one_thread):
     kept, again = (settings(out, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again"))
-    train.train(kept)
-    train.train(again)
+    trainer.train(kept)
+    trainer.train(again)
     assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
 
 
@@ -295,7 +295,7 @@ def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(setting
     method = Method(rank=8, targets="both")
     own = settings("own", 40, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0)
     own = replace(own, validation=look)
-    file = train.train(own)
+    file = trainer.train(own)
     first, last = (line["validation_loss"] for line in lines_of(own.out) if "validation_loss" in line)
     assert last < 0.7 * first
     before, after = (
@@ -306,7 +306,7 @@ def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(setting
     # the file on the model, as the canvas opens it: a run that stands still draws the same picture
     idle = replace(own.phase[0], learning_rate=0.0, steps=1)
     still = replace(own, out=str(tmp_path / "still"), phase=(idle,), method=replace(method, start=str(file)))
-    train.train(replace(still, validation=replace(look, every=1)))
+    trainer.train(replace(still, validation=replace(look, every=1)))
     again = np.asarray(Image.open(tmp_path / "still" / "pictures" / "step-0000000-00.png"))
     assert (again == after).all()
 
@@ -356,9 +356,9 @@ def test_what_is_learnt_from_normal_numbers_is_known():
 def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprint):
     own = settings()
     with pytest.raises(InputError, match="^model: got one that is not SANA-Sprint with loss consistency, expected"):
-        train.train(replace(own, model=str(checkpoint)))
+        trainer.train(replace(own, model=str(checkpoint)))
     with pytest.raises(InputError, match="^model: got a SANA-Sprint model, which this loss would undo; train the SANA"):
-        train.train(replace(own, loss=Loss()))
+        trainer.train(replace(own, loss=Loss()))
     assert not Path(own.out).exists()
 
 

@@ -17,7 +17,7 @@ from trained import same, velocity
 
 import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at
 from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
 
@@ -183,24 +183,24 @@ def test_a_run_goes_on_from_the_file_and_resumes_without_it(checkpoint, tmp_path
     first = check_settings(
         TrainingSettings(str(checkpoint), str(tmp_path / "first"), (phase,), dtype="float32", method=Method(rank=RANK))
     )
-    file = train.train(first)
+    file = trainer.train(first)
     idle = replace(phase, learning_rate=0.0)
     second = replace(first, out=str(tmp_path / "second"), phase=(idle,), method=Method(rank=RANK, start=str(file)))
     before = load_file(file)
-    assert same(before, train.train(second))
+    assert same(before, trainer.train(second))
     third = replace(second, out=str(tmp_path / "third"), phase=(phase,))
-    moved = load_file(train.train(third))
-    assert same(moved, train.train(third)) and not same(moved, before)
+    moved = load_file(trainer.train(third))
+    assert same(moved, trainer.train(third)) and not same(moved, before)
     file.write_bytes((tmp_path / "third" / "sana.safetensors").read_bytes())
     with pytest.raises(InputError, match="^start: got .*, but the run in .* has"):
-        train.train(third)
+        trainer.train(third)
     file.unlink()
     longer = replace(third, phase=(replace(phase, steps=6),))
-    assert not same(moved, train.train(longer))
+    assert not same(moved, trainer.train(longer))
     with pytest.raises(InputError, match="^start: got none, but the run in .* has"):
-        train.train(replace(longer, method=Method(rank=RANK)))
+        trainer.train(replace(longer, method=Method(rank=RANK)))
     with pytest.raises(MissingFileError, match="no such file"):
-        train.train(replace(third, out=str(tmp_path / "fourth")))
+        trainer.train(replace(third, out=str(tmp_path / "fourth")))
 
 
 def test_a_file_that_does_not_fit_is_refused_before_anything_is_read_or_written(checkpoint, tmp_path, lora):
@@ -209,5 +209,5 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_is_read_or_written(
     method = Method(rank=RANK + 1, start=str(file))
     settings = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=method)
     with pytest.raises(InputError, match=f"got rank {RANK}, but method.rank is {RANK + 1}"):
-        train.train(settings)
+        trainer.train(settings)
     assert not (tmp_path / "out").exists()

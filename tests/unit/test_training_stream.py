@@ -1,6 +1,8 @@
 """A run that encodes each picture when it is learnt is the run over a cache, and keeps nothing of the pictures."""
 
+import gc
 import tarfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from trained import difference, lines_of, same
 
-from sana_core.training import cache, train
+from sana_core.training import cache, trainer
 from sana_core.training.autofit import rank_memory
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
@@ -46,13 +48,31 @@ def settings(folder, tmp_path, checkpoint):
 @pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=1)], ids=["lora", "controlnet"])
 def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settings, method):
     streamed, cached = settings("streamed", method=method), settings("cached", False, method=method)
-    one, other = train.train(streamed), train.train(cached)
+    one, other = trainer.train(streamed), trainer.train(cached)
     assert lines_of(streamed.out) == lines_of(cached.out)
     if method.kind == "lora":
         assert same(one, other)
     kept = [len(list((Path(own.out) / "cache").rglob("*.safetensors"))) for own in (streamed, cached)]
     # the empty prompt alone
     assert kept[0] == 1 < kept[1]
+
+
+def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, monkeypatch):
+    """On a GPU the memory would stay taken after a training in ComfyUI."""
+    models, real = [], trainer.Trainer.set_up
+
+    def set_up(self, transformer, *values):
+        models.append(weakref.ref(transformer))
+        real(self, transformer, *values)
+
+    monkeypatch.setattr(trainer.Trainer, "set_up", set_up)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.train(settings("freed", method=Method("full")))
+        assert [model() for model in models] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -66,9 +86,9 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
 def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
     each = Validation(every=1, share=0.3)
     whole, broken = settings("whole", validation=each), settings("broken", first, validation=each)
-    train.train(whole)
-    train.train(replace(broken, phase=(replace(broken.phase[0], steps=1),)))
-    train.train(replace(broken, stream=then))
+    trainer.train(whole)
+    trainer.train(replace(broken, phase=(replace(broken.phase[0], steps=1),)))
+    trainer.train(replace(broken, stream=then))
     assert lines_of(whole.out) == lines_of(broken.out)
     assert "begins again" not in caplog.text
 
@@ -87,10 +107,10 @@ def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatc
     monkeypatch.setattr(cache, "encode_image", encode_image)
 
     def both(ranks):
-        return str(train.train(own, ranks=ranks)), list(read)
+        return str(trainer.train(own, ranks=ranks)), list(read)
 
     (path, first), (_, second) = results_of(2, both)
-    assert difference(load_file(path), load_file(train.train(plain))) < 1e-5
+    assert difference(load_file(path), load_file(trainer.train(plain))) < 1e-5
     # 4 steps of 4 pictures, or all 8 once
     assert [len(first), len(second)] == ([8, 8] if stream else [4, 4])
     assert stream or not set(first) & set(second)

@@ -12,13 +12,11 @@ from PIL import Image, ImageOps
 
 from sana_core.errors import InputError
 from sana_core.runtime.cancellation import no_poll
-from sana_core.training import train
+from sana_core.training import trainer
 from sana_core.training.dataset import open_image, read_dataset
 from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_image
-from sana_core.training.prepare import groups_of, prepare, read_phase, read_samples, vary
-from sana_core.training.ranks import ALONE
 from sana_core.training.run_log import read_log
-from sana_core.training.schedule import choose, plan
+from sana_core.training.schedule import choose, groups_of, plan, read_phase, vary
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 
 
@@ -110,10 +108,9 @@ def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_pat
     own = replace(own, steps=None, epochs=2, weights=(0.5,), learning_rate=1e-3)
     settings = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (own,), dtype="float32", method=Method(rank=2))
     settings = check_settings(replace(settings, validation=Validation(every=100, share=0.3)))
-    marks = train.digest_models(settings, lambda *told: None)
-    samples = read_samples(settings, no_poll)
-    told = lambda what, done, total: None  # noqa: E731
-    (data,), _ = prepare(settings, samples, torch.device("cpu"), ALONE, marks, told, no_poll)
+    prepared = trainer.Trainer(settings)
+    prepared.prepare_data()
+    (data,) = prepared.data
     held = {data.samples[index].name for index in data.held_out}
     assert len(data.held_out) == len(held) and all(data.samples[index].resolution == 128 for index in data.held_out)
     assert not any(data.samples[index].name in held for index in data.training if not data.samples[index].prior)
@@ -121,5 +118,5 @@ def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_pat
     assert epochs[0] != epochs[1] and all(len(each) == len(data.training) for each in epochs)
     assert {data.samples[each].crop.mirrored for each in epochs[0]} == {True, False}
     assert {data.buckets[each] for each in epochs[0]} >= {choose_bucket((128, 128), side) for side in (128, 160)}
-    train.train(settings)
+    trainer.train(settings)
     assert len([line for line in read_log(tmp_path / "out") if "loss" in line]) == 2 * len(data.training)

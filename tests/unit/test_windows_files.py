@@ -11,9 +11,9 @@ from test_training_files import make, out, shared  # noqa: F401
 from sana_core.errors import OutputError
 from sana_core.runtime import atomic_files
 from sana_core.runtime.atomic_files import output_file, patiently, remove, write_whole
-from sana_core.training import run_log, runs, train
+from sana_core.training import run_log, states, trainer
 from sana_core.training.run_log import read_log
-from sana_core.training.runs import find_states
+from sana_core.training.states import find_states
 
 
 class SharingViolation(PermissionError):
@@ -91,7 +91,7 @@ def test_a_folder_without_rights_is_an_error_at_once():
 
 def test_a_training_run_keeps_its_states_while_a_scanner_opens_its_files(make, out, scanned):  # noqa: F811
     failures = scanned(2)
-    train.train(make(keep=1))
+    trainer.train(make(keep=1))
     assert [step for step, _ in find_states(out)] == [4]
     assert (out / "x.safetensors").is_file()
     assert not list(out.rglob("*.part"))
@@ -102,7 +102,7 @@ def test_a_training_run_keeps_its_states_while_a_scanner_opens_its_files(make, o
 def hurried(monkeypatch):
     """Nobody waits long for a file."""
     monkeypatch.setattr(atomic_files, "PATIENCE", 0.1)
-    monkeypatch.setattr(runs, "SCAN_PATIENCE", 0.1)
+    monkeypatch.setattr(states, "SCAN_PATIENCE", 0.1)
 
 
 @pytest.fixture
@@ -129,11 +129,11 @@ def test_a_state_that_cannot_be_moved_to_its_place_is_kept_named_and_moved_by_th
     tmp_path,
     kept_open,
 ):
-    expected = train.train(make()).read_bytes()
+    expected = trainer.train(make()).read_bytes()
     out.rename(tmp_path / "whole")
     kept_open("step-0000002")
     with pytest.raises(OutputError) as caught:
-        train.train(make())
+        trainer.train(make())
     (part,) = (out / ".sana-batch").glob("run-*/.state-2.part")
     said = f"out: step-0000002 is complete but cannot be moved from {part} to {out / 'steps' / 'step-0000002'} ("
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
@@ -142,12 +142,12 @@ def test_a_state_that_cannot_be_moved_to_its_place_is_kept_named_and_moved_by_th
 
     # It is still open.
     with pytest.raises(OutputError, match="^out: step-0000002 is complete but cannot be moved"):
-        train.train(make())
+        trainer.train(make())
     assert (part / "state.json").is_file()
 
     kept_open()
     steps = []
-    result = train.train(make(), lambda line: steps.append(line["step"]))
+    result = trainer.train(make(), lambda line: steps.append(line["step"]))
     assert not steps and result.read_bytes() == expected
     assert [step for step, _ in find_states(out)] == [2, 4] and not (out / ".sana-batch").exists()
 
@@ -157,37 +157,37 @@ def test_a_state_that_cannot_be_moved_to_its_place_is_kept_named_and_moved_by_th
 def test_a_kept_state_that_is_not_whole_is_removed(make, out, kept_open, damage):  # noqa: F811
     kept_open("step-0000002")
     with pytest.raises(OutputError):
-        train.train(make())
+        trainer.train(make())
     (part,) = (out / ".sana-batch").glob("run-*/.state-2.part")
     (part / damage).write_bytes((part / damage).read_bytes()[:-3])
     kept_open()
-    train.train(make())
+    trainer.train(make())
     assert len(read_log(out)) == 4 and not (out / ".sana-batch").exists()
 
 
 @pytest.mark.usefixtures("hurried")
 def test_an_older_state_that_is_open_elsewhere_does_not_end_the_run(make, out, kept_open, caplog):  # noqa: F811
-    train.train(make(steps=2, keep=1))
+    trainer.train(make(steps=2, keep=1))
     # A map of its weights in ComfyUI.
     kept_open("step-0000002")
-    train.train(make(steps=4, keep=1))
+    trainer.train(make(steps=4, keep=1))
     assert [step for step, _ in find_states(out)] == [2, 4] and "step-0000002 is not removed now" in caplog.text
     kept_open()
-    train.train(make(steps=4, keep=1))
+    trainer.train(make(steps=4, keep=1))
     assert [step for step, _ in find_states(out)] == [4]
 
 
 @pytest.mark.usefixtures("hurried")
 def test_a_lora_that_another_program_maps_is_an_error_that_names_the_new_one(make, out, kept_open):  # noqa: F811
-    file = train.train(make(steps=2))
+    file = trainer.train(make(steps=2))
     before = file.read_bytes()
     kept_open("/out/x.safetensors")
     new = out / "steps" / "step-0000004" / "x.safetensors"
     with pytest.raises(OutputError, match=rf"^out: {file} cannot be replaced .*; the new LoRA is {new}$"):
-        train.train(make(steps=4))
+        trainer.train(make(steps=4))
     assert file.read_bytes() == before and new.is_file()
     kept_open()
-    assert train.train(make(steps=4)).read_bytes() == new.read_bytes()
+    assert trainer.train(make(steps=4)).read_bytes() == new.read_bytes()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -209,7 +209,7 @@ def test_a_log_that_is_locked_does_not_end_the_run_and_is_written_later(
 
     monkeypatch.setattr(run_log, "append_log", locked)
     steps = []
-    train.train(make(), lambda line: steps.append(line["step"]))
+    trainer.train(make(), lambda line: steps.append(line["step"]))
     assert steps == [1, 2, 3, 4] and [step for step, _ in find_states(out)] == [2, 4]
     warnings = [record.message for record in caplog.records]
     assert "log.jsonl cannot be written now" in warnings[0]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from sana_core.training.run_log import read_log
-from sana_core.training.runs import find_states
+from sana_core.training.states import find_states
 
 
 class Stopped(Exception):

@@ -11,8 +11,8 @@ import folder_paths
 
 from ....sana_core.errors import OutputError
 from ....sana_core.runtime.atomic_files import digest_file, output_file, reason_of
-from ....sana_core.training.runs import read_run
 from ....sana_core.training.settings import TrainingSettings
+from ....sana_core.training.states import read_run
 
 
 def list_result(files: Mapping[str, Path], settings: TrainingSettings, kind: str) -> str:

@@ -1,0 +1,1176 @@
+"""The trainer: one run from its settings to the last saved state.
+
+`Trainer` is to be read from top to bottom. Its methods are in the order in which they run: check the settings, hold the
+folder, prepare the data, load the model, resume, then the loop (validate, save, step), and publish the result. The
+components have files of their own: the data (dataset, images, cache), the order of the batches and the learning rate
+(schedule), the model (adapters, controlnet, quantised_base), the optimizer, the loss, the ranks and their shards, the
+saved states, and the validation's images (previews).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..batch.pipeline import load_encoder
+from ..checkpoints import find_part, inspect_checkpoint, load_autoencoder, load_transformer
+from ..checkpoints.fingerprint import digest_json, fingerprint
+from ..checkpoints.generation import shift_of
+from ..checkpoints.load import build_module
+from ..decode import encode_images
+from ..errors import ExistingFileError, InputError, SanaError, TrainingError
+from ..model.controlnet import Control
+from ..model.forward import allow_no_float64
+from ..model.known_models import GUIDANCE
+from ..model.reference import reference_of
+from ..model.text import encode_prompts
+from ..runtime.accelerator import chosen_device
+from ..runtime.atomic_files import make_folder, reason_of, remove
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.folder_lock import OWN, Hold, check_run, hold
+from ..runtime.text import Json
+from .adapters import (
+    adapter_tensors,
+    add_adapter,
+    begin_at,
+    check_layers,
+    merged,
+    needs_start,
+    start_digest,
+    without_dropout,
+    write_adapter,
+)
+from .cache import (
+    IMAGE_FAULTS,
+    Batch,
+    BrokenImages,
+    Encoders,
+    ModelIds,
+    Store,
+    Stream,
+    build_cache,
+    control_sample,
+    files_of,
+    read_image,
+)
+from .came import CAME
+from .controlnet import begin_controlnet, check_steerable
+from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
+from .images import choose_bucket
+from .loss import (
+    Point,
+    Prompt,
+    consistency_error,
+    consistency_loss,
+    data_point,
+    draw_training,
+    drop_captions,
+    flow_loss,
+    seeded_dropout,
+    training_angles,
+    training_guidance,
+    training_sigmas,
+    validation_noise,
+    validation_times,
+)
+from .optimizers import (
+    DDP,
+    average_decay,
+    averaged_weights,
+    has_failed_restore,
+    make_optimizer,
+    set_learning_rate,
+    start_average,
+    step_optimizer,
+    update_average,
+    validation_weights,
+)
+from .previews import Inputs, check_own, encode_validation, generate_validation, write_sheet
+from .quantised_base import quantise_base
+from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
+from .run_log import Line, RunLog
+from .schedule import (
+    Best,
+    Group,
+    PhaseData,
+    TrainProgress,
+    advance,
+    after_step,
+    all_steps_left,
+    better,
+    digest_data,
+    groups_of,
+    hold_out,
+    is_due,
+    learning_rate,
+    read_samples,
+    same_epochs,
+    warn_of_rate,
+)
+from .settings import CONSISTENCY, FLOW, Phase, TrainingSettings
+from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
+from .states import (
+    SavedState,
+    adopt_states,
+    begin_run,
+    check_config,
+    check_finite,
+    check_folder,
+    check_places,
+    find_states,
+    note_result,
+    publish,
+    read_state,
+    remove_older,
+    restore,
+    step_folder,
+    tensors_of,
+    write_state,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from diffusers import SanaControlNetModel, SanaTransformer2DModel
+
+logger = logging.getLogger(__name__)
+
+# Receives the line of the log of each step and validation.
+Report = Callable[[Line], None]
+# Receives the name of a preparation, its finished parts, and their total number.
+OnProgress = Callable[[str, int, int], None]
+# Receives the step and the validation's images [3, H, W] in [-1, 1].
+Show = Callable[[int, Sequence[torch.Tensor]], None]
+# The digests of `fingerprint` that the embeddings and the latents in the cache depend on.
+TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
+IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
+# The folder in the cache with the digests of the models' files.
+MODELS = "models"
+# Number of times at which a validation measures the loss of each held-out image.
+VALIDATION_TIMES = 8
+
+
+class Piece(NamedTuple):
+    """A microbatch of this rank whose images have been read."""
+
+    indices: list[int]
+    # False: an idle rank computes it only to take part in the collectives. Its loss is multiplied by 0.
+    counts: bool
+    batch: Batch
+
+
+def ignore(*values: object) -> None:
+    """No-op default of the callbacks."""
+
+
+def train(
+    settings: TrainingSettings,
+    report: Report = ignore,
+    progress: OnProgress = ignore,
+    poll: Poll = no_poll,
+    show: Show = ignore,
+    ranks: Ranks = ALONE,
+) -> Path:
+    """Train as `settings` say, from the newest state in `settings.out`. Returns the file or folder of the result, which
+    is the best validation of the last phase, or without validations the last step.
+
+    `report` receives the line of the log of each step and validation, and at the end the line of the best validation
+    again, with the phase's first validation loss as "first". `progress` receives what is being prepared and how much of
+    it is done. `show` receives the images of each validation. `poll` is called at least once a step. Each callback
+    cancels the run by raising an error. The same call then resumes it. `ranks` are the processes that train together.
+    All of them call this function.
+
+    Raises InputError for data or settings that cannot be used or that differ between ranks, InUseError for a folder in
+    which another run writes, TrainingError for a loss that is not finite, and CheckpointError or MissingFileError for a
+    model that cannot be loaded.
+    """
+    return Trainer(settings, report, progress, poll, show, ranks).train()
+
+
+class Trainer:
+    """A run, from its settings to the last saved state. The methods are in the order in which they run."""
+
+    # The arguments of `train`.
+    settings: TrainingSettings
+    report: Report
+    on_progress: OnProgress
+    poll: Poll
+    show: Show
+    ranks: Ranks
+
+    # The run's folder.
+    out: Path
+    # The folder for unfinished files. It is on the same disk as `out`.
+    parts: Path
+    # Raises an error if another process has taken over the folder.
+    check_held: Poll
+    # The values that may not change when the run resumes. Every state has them.
+    config: Json
+    log: RunLog
+
+    # The images of each phase.
+    data: Sequence[PhaseData]
+    # The encoded prompts and control images of the validation. None: it generates no images.
+    inputs: Inputs | None
+
+    # The model. A ControlNet is trained in place of the transformer that it steers.
+    transformer: SanaTransformer2DModel
+    controlnet: SanaControlNetModel | None
+    # The shift of the model's schedule of noise.
+    shift: float
+    # The trained parameters by name. In a sharded model they are the rows of this rank.
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    # The moving average of the parameters in float32. None: there is no average.
+    average: dict[str, torch.Tensor] | None
+    # How the ranks hold the model: a replica on each, or its rows.
+    layout: Layout
+
+    # The number of finished steps, and the position among phases and epochs.
+    progress: TrainProgress
+    # The batches of each step of the current epoch. Empty: the last phase has ended.
+    groups: Sequence[Group]
+    # The best validation so far.
+    best: Best | None
+    # The step of the last validation.
+    validated: int | None
+    # The step of the last state. -1: it could not be written.
+    saved: int
+    # Moves states to their place while the next steps run.
+    save_thread: Executor
+    # The job of `save_thread` for the last state.
+    completing: Future[None] | None
+    # An error of `report`. The other ranks learn of it at the next `check_cancelled_together`.
+    report_error: BaseException | None
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        report: Report = ignore,
+        on_progress: OnProgress = ignore,
+        poll: Poll = no_poll,
+        show: Show = ignore,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.report, self.on_progress, self.poll, self.show = report, on_progress, poll, show
+        self.out = Path(settings.out)
+        self.log = RunLog(self.out)
+        self.check_held = no_poll
+        self.progress, self.groups = TrainProgress(), ()
+        self.best = self.validated = self.completing = self.report_error = None
+        self.saved = 0
+
+    def train(self) -> Path:
+        shift = check_base(self.settings)
+        check_launch(self.settings, self.ranks)
+        if self.ranks.size > 1:
+            check_settings_and_code(self.ranks, self.settings)
+        with self.hold_folder():
+            self.check_folder()
+            try:
+                self.prepare_data()
+                self.set_up(self.load_base(), shift, self.chosen_device())
+                if self.ranks.launched and self.ranks.first:
+                    log_line(describe_layout(self.layout, self.parameters, self.device))
+                with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
+                    self.resume()
+                    self.run_steps()
+                return self.finish()
+            finally:
+                self.log.close()
+                # The encoders of streamed data refer to this trainer. Without the cycle its memory is freed at once.
+                self.data = ()
+
+    # The folder
+
+    @contextmanager
+    def hold_folder(self) -> Iterator[None]:
+        """Hold the run's folder for all ranks, so that no other run writes into it."""
+        with ExitStack() as stack:
+
+            def begin() -> Hold:
+                make_folder(self.out)
+                with writing(self.out):
+                    folder_hold = stack.enter_context(hold(self.out))
+                    adopt_states(self.out)
+                    return folder_hold
+
+            folder_hold = self.ranks.run_on_rank0(begin)
+            name = self.ranks.broadcast("" if folder_hold is None else folder_hold.run.name)
+            # A rank on another machine may see another folder under the same path.
+            self.ranks.run_on_all(lambda: check_run(self.out, name))
+            self.parts = self.out / OWN / name
+            if folder_hold is not None:
+                self.check_held = folder_hold.check
+            yield
+
+    def check_folder(self) -> None:
+        """Raise ExistingFileError for files of others in the run's folder, and InputError if its run is another one."""
+        settings = self.settings
+        names = () if settings.method.whole else (self.lora_file, self.last_file)
+        self.config = describe_config(settings)
+        self.ranks.run_on_rank0(lambda: check_folder(self.out, names, len(settings.phase), self.config))
+        if settings.validation.prompts:
+            self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
+
+    @property
+    def lora_file(self) -> str:
+        return f"{self.settings.name}.safetensors"
+
+    @property
+    def last_file(self) -> str:
+        """The name of the LoRA of the last step, which is written beside the LoRA of the best validation."""
+        return f"{self.settings.name}-last.safetensors"
+
+    @property
+    def weights_folder(self) -> str:
+        """The name of the folder with the weights in a state, if no adapter is trained."""
+        return "controlnet" if self.settings.method.kind == "controlnet" else "transformer"
+
+    def check_cancelled(self) -> None:
+        """Raise an error if the run is cancelled, or if others have put files where it writes."""
+        self.check_held()
+        if self.ranks.first:
+            # A file of others is reported while the progress can still be saved.
+            check_places(self.out)
+        self.poll()
+
+    def check_cancelled_together(self) -> None:
+        """Raise an error on all ranks, at the same step, if one of them is cancelled or could not report."""
+        if self.ranks.size == 1:
+            return self.check_cancelled()
+        error = self.report_error
+        try:
+            self.check_cancelled()
+        except BaseException as raised:
+            error = raised
+        self.ranks.agree(error)
+
+    def tell(self, line: Line) -> None:
+        """Report a line of the log. Only the first rank reports."""
+        if not self.ranks.first:
+            return
+        try:
+            self.report(line)
+        except BaseException as error:
+            if self.ranks.size == 1:
+                raise
+            self.report_error = self.report_error or error
+
+    # The data
+
+    def prepare_data(self) -> None:
+        """List the images of all phases, and encode the images and captions that the cache does not have yet.
+
+        Each rank encodes a part of them. A run that streams encodes its images later, in each step.
+        """
+        settings, ranks = self.settings, self.ranks
+        samples = ranks.run_on_all(lambda: read_samples(settings, self.check_cancelled))
+        digests = self.digest_models()
+        text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
+        ids = ModelIds(digest_json(image), digest_json([*text, settings.dtype]))
+        store = self.cache_store()
+        broken: BrokenImages = {}
+
+        def encode_part() -> None:
+            part = slice(ranks.rank, None, ranks.size)
+            with self.encoders() as encode:
+                for phase, phase_samples in zip(settings.phase, samples, strict=True):
+                    self.prepare_phase(phase_samples[part], phase, ids, encode, broken, silent=not ranks.first)
+
+        def encode_all(silent: bool) -> tuple[list[PhaseData], Inputs | None]:
+            with self.encoders() as encode:
+                data = [
+                    self.prepare_phase(phase_samples, phase, ids, encode, broken, silent)
+                    for phase, phase_samples in zip(settings.phase, samples, strict=True)
+                ]
+                return data, encode_validation(settings, store, ids, encode)
+
+        def check_held_out() -> None:
+            # A streamed run can leave out an image in a step, but not in a validation.
+            for phase in self.data:
+                for index in phase.held_out[ranks.rank :: ranks.size]:
+                    sample, bucket = phase.samples[index], phase.buckets[index]
+                    for part in [sample] if sample.control is None else [sample, control_sample(sample)]:
+                        self.check_cancelled()
+                        try:
+                            read_image(part, bucket)
+                        except IMAGE_FAULTS as fault:
+                            broken[files_of(part)] = without_traceback(fault)
+
+        try:
+            while True:
+                broken.clear()
+                if ranks.size > 1 and not settings.stream:
+                    ranks.run_on_all(encode_part)
+                # The first rank uses the entries of all ranks and encodes the rest. The others then use all entries.
+                prepared = ranks.run_on_rank0(lambda: encode_all(silent=False))
+                self.data, self.inputs = prepared or encode_all(silent=True)
+                if settings.stream and settings.skip_broken:
+                    ranks.run_on_all(check_held_out)
+                broken_anywhere = {
+                    files: fault for faults in ranks.all_gather(broken) for files, fault in faults.items()
+                }
+                if not broken_anywhere:
+                    break
+                samples = leave_out(samples, broken_anywhere, settings.skip_broken)
+        finally:
+            if ranks.first and store.parts is not None:
+                # Unfinished entries of killed processes of this run. If they cannot be removed, they do no harm.
+                with suppress(OSError):
+                    remove(store.parts)
+        check_same(ranks, {"model": digest_json(digests), "images": [phase.digest for phase in self.data]}, "data")
+        self.config = describe_config(settings) | {"model": digest_json(digests)}
+
+    def digest_models(self) -> Json:
+        """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
+        report = partial(self.on_progress if self.ranks.first else ignore, "digest of the model")
+        settings, folder = self.settings, self.cache_store().folder / MODELS
+        digests = fingerprint(settings.model, report, folder, settings.reference)
+        for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
+            if path:
+                part_digests = fingerprint(path, report, folder, settings.reference)
+                digests |= {name: part_digests[name] for name in names}
+        return digests
+
+    def cache_store(self) -> Store:
+        """Return the cache. Several runs may share it, so each run has a folder of its own for unfinished entries."""
+        folder = Path(self.settings.cache) if self.settings.cache else self.out / "cache"
+        return Store(folder, folder / f".{digest_json(str(self.out.absolute()))}.parts")
+
+    def chosen_device(self) -> torch.device:
+        return self.ranks.device or chosen_device(self.settings.device)
+
+    @contextmanager
+    def encoders(self) -> Iterator[Encoders]:
+        """Give the functions that encode images and captions. Only one of their two models is in memory at a time.
+
+        Each model is loaded at its first use. If the cache has every entry, neither is loaded. A run that streams keeps
+        both in memory and uses them after this context too.
+        """
+        settings, device = self.settings, self.chosen_device()
+        loaded: Json = {}
+
+        def model(kind: str, load: Callable[[str], Any]) -> Any:
+            if kind not in loaded:
+                if not settings.stream:
+                    loaded.clear()
+                loaded[kind] = load(settings.source(kind))
+            return loaded[kind]
+
+        def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
+            # The VAE runs in float32. It runs once for each image, and every step would inherit its rounding errors.
+            vae = model("autoencoder", lambda source: load_autoencoder(source, device, torch.float32))
+            return encode_images(vae, pixels, poll=self.check_cancelled) * vae.config.scaling_factor
+
+        def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            encoder = model(
+                "text_encoder", lambda source: load_encoder(source, device, settings.dtype, settings.reference)
+            )
+            return encode_prompts(encoder, [caption], instruction)
+
+        try:
+            yield Encoders(encode_pixels, encode_caption)
+        finally:
+            if not settings.stream:
+                loaded.clear()
+
+    def prepare_phase(
+        self,
+        samples: Sequence[Sample],
+        phase: Phase,
+        ids: ModelIds,
+        encode: Encoders,
+        broken: BrokenImages,
+        silent: bool,
+    ) -> PhaseData:
+        """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
+        settings = self.settings
+        on_progress = ignore if silent else self.on_progress
+        buckets = [choose_bucket(sample.size, sample.resolution) for sample in samples]
+        cached = 0 if settings.stream else len(samples)
+        cache = build_cache(
+            samples[:cached],
+            buckets[:cached],
+            self.cache_store(),
+            encode,
+            ids,
+            self.check_cancelled,
+            partial(on_progress, "latents and captions"),
+            broken,
+        )
+        variants = groups_of(samples)
+        training, held_out = hold_out(samples, variants, settings.validation.share)
+        described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
+        order = [described, ids, training, phase.batch, phase.accumulate]
+        if settings.stream:
+            stream = Stream(samples, buckets, encode, cache.empty)
+            # The files of a streamed data set are too large for a digest of their contents.
+            return PhaseData(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
+        entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
+        return PhaseData(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
+
+    # The model
+
+    def load_base(self) -> SanaTransformer2DModel:
+        """Load the transformer that training begins with. If it will be sharded, only rank 0 loads the weights."""
+        settings, ranks = self.settings, self.ranks
+        dtype = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
+        # Quantised and sharded weights are converted on the CPU, so that the device never holds the whole model.
+        device: str | torch.device = "cpu"
+        if self.is_sharded:
+            device = "cpu" if ranks.first else "meta"
+        elif settings.method.base == "full":
+            device = self.chosen_device()
+        return load_transformer(settings.model, device, dtype, reference=settings.reference)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.ranks.launched and self.settings.parallel.kind != DDP
+
+    def set_up(self, transformer: SanaTransformer2DModel, shift: float, device: torch.device | None = None) -> None:
+        """Make `transformer` ready for training: its adapter or ControlNet, device, shards, optimizer and average.
+
+        Without `device` the model stays where it is.
+        """
+        settings, method, ranks = self.settings, self.settings.method, self.ranks
+        self.transformer, self.shift, self.controlnet = transformer, shift, None
+        if method.kind == "full":
+            transformer.requires_grad_(True)
+        elif method.kind == "controlnet":
+            self.controlnet = begin_controlnet(transformer, method.blocks, getattr(torch, method.weights))
+        else:
+            add_adapter(transformer, method, settings.seed)
+            if needs_start(settings):
+                begin_at(transformer, method)
+            if method.base != "full":
+                quantise_base(transformer)
+        for model in self.models:
+            if device is not None and not self.is_sharded:
+                model.to(device)
+            if settings.checkpoint_gradients:
+                model.enable_gradient_checkpointing()
+            allow_no_float64(model, ranks.device or device or transformer.device)
+        # Shards go to the device block by block. Only one block at a time is whole there.
+        self.layout = lay_out(self.models, settings, ranks)
+        if self.layout.shards is None:
+            named = self.models[-1].named_parameters()
+            self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        else:
+            self.parameters = local_parameters(self.layout)
+        chosen = settings.optimizer
+        self.optimizer = make_optimizer(
+            chosen.name, list(self.parameters.values()), 0.0, chosen.weight_decay, d0=chosen.d0, d_coef=chosen.d_coef
+        )
+        if self.layout.shards is not None and isinstance(self.optimizer, CAME):
+            self.optimizer.total = ranks.all_reduce
+        self.average = start_average(self.parameters) if chosen.ema else None
+
+    @property
+    def models(self) -> list[Any]:
+        """The transformer, and the ControlNet if one is trained. The last one is trained."""
+        return [self.transformer] if self.controlnet is None else [self.transformer, self.controlnet]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes. Offloaded rows are in the CPU's memory."""
+        return self.ranks.device or next(self.transformer.parameters()).device
+
+    # Resume
+
+    def resume(self) -> None:
+        """Restore the newest state of the run's folder, and find the next step."""
+        ranks = self.ranks
+        ranks.run_on_rank0(partial(begin_run, self.out, self.parts, self.config))
+        # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
+        steps = ranks.broadcast([step for step, _ in find_states(self.out)])
+        if steps:
+            self.resume_at(step_folder(self.out, steps[-1]))
+        self.progress, self.groups = advance(self.progress, self.data, self.settings)
+        self.saved = self.progress.step
+        if self.groups:
+            warn_of_rate(self.phase, self.progress, len(self.groups))
+            self.warm_up_ddp_buckets()
+
+    def resume_at(self, newest: Path) -> None:
+        """Restore the state in the folder `newest`. An epoch whose images or batches have changed begins again."""
+        saved = self.ranks.run_on_all(lambda: read_state(newest, self.layout))
+        check_config(self.config, saved.config, self.out)
+        restore(self.parameters, self.optimizer, self.average, saved.tensors, saved.values, newest.name)
+        self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
+        if same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
+            return
+        if self.progress.position:
+            logger.warning(
+                "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1
+            )
+        self.progress = self.progress._replace(position=0)
+        if advance(self.progress, self.data, self.settings)[1]:
+            # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
+            self.best = self.validated = None
+
+    @property
+    def phase(self) -> Phase:
+        return self.settings.phase[self.progress.phase]
+
+    @property
+    def phase_data(self) -> PhaseData:
+        return self.data[self.progress.phase]
+
+    def warm_up_ddp_buckets(self) -> None:
+        """Compute gradients of the next step and throw them away.
+
+        After its first backward DDP moves the gradients to other buckets, and the buckets decide in which order the
+        ranks add them up. With this, a resumed run adds them in the same order as a run that never stopped, and stays
+        equal bit by bit.
+        """
+        if self.layout.replica is not None:
+            pieces, _ = self.load_step(self.groups[self.progress.position])
+            with self.layout.backward(last=True) as compute:
+                compute(lambda: self.piece_loss(pieces[0])).sum().backward()
+            self.optimizer.zero_grad()
+
+    # The loop
+
+    def run_steps(self) -> None:
+        """Train from the current progress to the end of the last phase."""
+        total = self.progress.step + all_steps_left(self.settings, self.data, self.progress)
+        while True:
+            if self.ranks.size == 1 and self.completing is not None and self.completing.done():
+                # An error of the save thread, such as a full disk, is raised now instead of at the next save.
+                with self.saving_on_error():
+                    self.wait_for_save()
+            with self.saving_on_error():
+                self.validate_if_due()
+            step, is_best = self.progress.step, self.best is not None and self.best.step == self.progress.step
+            if not self.groups or step % self.settings.save_every == 0 or is_best:
+                with self.saving_on_error():
+                    self.wait_for_save()
+                self.save()
+            if not self.groups:
+                return self.wait_for_save()
+            with self.saving_on_error():
+                self.check_cancelled_together()
+            line = self.take_step()
+            self.ranks.run_on_rank0(partial(self.log.add, line))
+            self.progress = after_step(self.phase, self.progress, len(self.groups))
+            if self.progress.position == len(self.groups) or self.progress.phase_step == self.phase.steps:
+                self.progress, self.groups = advance(self.progress, self.data, self.settings)
+            with self.saving_on_error():
+                self.tell({**line, "steps": total})
+
+    @contextmanager
+    def saving_on_error(self) -> Iterator[None]:
+        """Save the finished steps if a callback cancels in this context, or if an error occurs that all ranks know.
+
+        The context changes no weights, or restores them. After an error while it restores them, nothing is saved. A
+        rank that fails alone ends at once, and the other ranks learn of it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if has_failed_restore(error):
+                step = self.progress.step
+                logger.error("step %d is not saved, because its weights were not restored after a validation", step)
+            elif self.ranks.all_know(error):
+                # The frames of the traceback hold the tensors of the failed step. Saving may need their memory.
+                clear_frames(error.__traceback__)
+                self.optimizer.zero_grad()
+                if self.layout.shards is not None:
+                    self.layout.shards.drop_step()
+                try:
+                    self.save()
+                    self.wait_for_save()
+                except Exception:
+                    # The error of saving is raised, and this one would be lost.
+                    logger.error("%s", str(error) or type(error).__name__)
+                    raise
+            raise
+
+    # A validation
+
+    def validate_if_due(self) -> None:
+        """Measure the validation loss if images are held out, and generate the validation's images."""
+        step = self.progress.step
+        if self.validated == step or not is_due(self.settings, self.progress, finished=not self.groups):
+            return
+        loss = None
+        with self.averaged():
+            if self.phase_data.held_out:
+                loss = self.validation_loss()
+                line: Line = {"step": step, "validation_loss": loss}
+                self.ranks.run_on_rank0(partial(self.log.add, line))
+                self.tell(line)
+            if self.settings.validation.prompts:
+                models = self.gather_models(self.device, trained_alone=False)
+                self.ranks.run_on_rank0(lambda: self.preview(models))
+        self.validated = step
+        if loss is not None:
+            self.best = better(self.best, loss, self.progress)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the weights to validate and save in the parameters: the moving average, if there is one."""
+        with validation_weights(self.optimizer), without_dropout(self.transformer):
+            if self.average is None:
+                yield
+            else:
+                with averaged_weights(self.parameters, self.average):
+                    yield
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean loss of the phase's held-out images. With the consistency loss it is the mean error.
+
+        Each image is measured at VALIDATION_TIMES times with one noise. They are the same in every validation.
+        """
+        ranks, data = self.ranks, self.phase_data
+        held_out, total = data.held_out, 0.0
+        # All ranks compute equally many losses, because FSDP gathers weights in each forward. Excess losses do not
+        # count.
+        for number in range(ranks.rank, -(-len(held_out) // ranks.size) * ranks.size, ranks.size):
+            index, counts = held_out[number % len(held_out)], number < len(held_out)
+            batch = ranks.run_on_all(partial(data.cache.load, [index]))
+            noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
+            for time_of_noise in validation_times(VALIDATION_TIMES):
+                self.check_cancelled_together()
+                compute = partial(self.image_loss, batch, noise, time_of_noise[None])
+                # Only FSDP talks to other ranks in a forward.
+                loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
+                total += loss if counts else 0.0
+        return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
+
+    def image_loss(self, batch: Batch, noise: torch.Tensor, times: torch.Tensor) -> float:
+        """Return the validation loss of one image at one time."""
+        if self.settings.loss.kind == CONSISTENCY:
+            point, prompt, weight = self.on_trajectory(batch, noise, times, torch.tensor([GUIDANCE]))
+            return float(consistency_error(self.transformer, point, prompt, weight).sum())
+        sigma = training_sigmas(times, self.shift).float().to(self.device)
+        return float(self.batch_loss(batch, noise, sigma).sum())
+
+    def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
+        """Return the models with whole weights on the first rank, no models on the others. All ranks have to call this.
+
+        Shards are gathered on `device`. With `trained_alone` the frozen weights stay empty. If no adapter is trained,
+        shards are gathered in the dtype in which they are saved. Adapters are scaled before they are converted.
+        """
+        shards, settings = self.layout.shards, self.settings
+        if shards is None:
+            return self.models if self.ranks.first else []
+        dtype = getattr(torch, settings.dtype) if settings.method.whole else None
+        return gather(shards, device, dtype, self.ranks.first, trained_alone)
+
+    def preview(self, models: list[Any]) -> None:
+        """Generate and show the validation's images, and write the sheet of all validations."""
+        step = self.progress.step
+        assert self.inputs is not None
+        with self.as_saved(models) as saved:
+            images = generate_validation(
+                self.settings, saved, self.shift, self.inputs, self.out, self.parts, step, self.check_cancelled
+            )
+            self.show(step, images)
+        try:
+            write_sheet(self.out, self.parts)
+        except ExistingFileError:
+            raise
+        except OSError as error:
+            # The next validation writes it again.
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
+
+    @contextmanager
+    def as_saved(self, models: list[Any]) -> Iterator[list[Any]]:
+        """Give `models` with the weights that another program loads from the exported files.
+
+        These weights are in the dtype of the export. An adapter on an 8-bit base is loaded on the whole base.
+        """
+        settings = self.settings
+        dtype = getattr(torch, settings.dtype)
+        if not settings.method.whole:
+            (transformer,) = models
+            tensors = adapter_tensors(transformer, dtype)
+            if settings.method.base != "full":
+                transformer = load_transformer(settings.model, transformer.device, dtype, None, settings.reference)
+                add_adapter(transformer, settings.method, settings.seed)
+            with merged(transformer, tensors):
+                yield [transformer]
+            return
+        trained = [
+            (module._parameters, name, parameter)
+            for module in models[-1].modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        try:
+            # The modules get other parameters for this context. If the dtype of a parameter's own data changed, DDP
+            # would not notice its gradients again.
+            for parameters, name, parameter in trained:
+                parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            yield models
+        finally:
+            for parameters, name, parameter in trained:
+                parameters[name] = parameter
+
+    # A saved state
+
+    def save(self) -> None:
+        """Save a state unless the last one is of the same step. A thread moves it to its place and removes old ones."""
+        self.wait_for_save()
+        complete: Callable[[], None] | None = None
+        step = self.progress.step
+        if step != self.saved:
+            tensors, values = tensors_of(self.parameters, self.optimizer, self.average)
+            self.ranks.run_on_all(partial(check_finite, tensors, step))
+            digests = [phase.digest for phase in self.data]
+            saved = SavedState(
+                self.progress, tensors, values, self.config, digests, self.best, self.validated, self.layout.parts
+            )
+            complete = write_state(self.out, self.parts, saved, self.gather_and_export, self.layout)
+            self.saved = step
+        best_step = None if self.best is None else self.best.step
+
+        def put() -> None:
+            if complete is not None:
+                complete()
+            try:
+                # Without a new state too: a run that was killed after its last state has not removed the old ones.
+                remove_older(self.out, self.parts, self.settings.keep, best_step)
+            except OSError as error:
+                logger.warning("older states are not removed now (%s)", error)
+
+        if self.ranks.first:
+            self.completing = self.save_thread.submit(put)
+
+    def wait_for_save(self) -> None:
+        """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
+        completing = self.completing
+        try:
+            self.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
+        except Exception:
+            self.completing = None
+            if self.best is not None and self.best.step == self.saved:
+                # The next validation becomes the best, because the state of this one does not exist.
+                self.best, self.validated = self.best._replace(step=0), None
+            self.saved = -1
+            raise
+
+    def gather_and_export(self, part: Path) -> None:
+        """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
+        with self.averaged():
+            # The file of a LoRA or LoKr has no base weights. A DoRA needs the base to be written for ComfyUI.
+            trained_alone = self.settings.method.kind in ("lora", "lokr")
+            models = self.gather_models(torch.device("cpu"), trained_alone)
+            self.ranks.run_on_rank0(lambda: self.export(models, part))
+
+    def export(self, models: list[Any], folder: Path) -> None:
+        """Write the files that other programs load: the adapter, or the weights in diffusers' layout."""
+        settings = self.settings
+        if settings.method.whole:
+            with self.as_saved(models):
+                models[-1].save_pretrained(folder / self.weights_folder)
+            return
+        (transformer,) = models
+        tensors = adapter_tensors(transformer, getattr(torch, settings.dtype))
+        method = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
+        metadata = {
+            "base": Path(settings.model).name,
+            "trigger": settings.trigger,
+            "reference": transformer.config.reference,
+            "settings": json.dumps(method),
+        }
+        write_adapter(folder / self.lora_file, transformer, tensors, settings.method, metadata)
+
+    # A step
+
+    def take_step(self) -> Line:
+        """Take the next step, and return its line of the log."""
+        progress, group = self.progress, self.groups[self.progress.position]
+        rate = learning_rate(self.phase, progress)
+        began = time.perf_counter()
+        with self.saving_on_error():
+            loss, norm = self.compute_gradients(group)
+        self.apply_gradients(rate)
+        return {
+            "step": progress.step + 1,
+            "phase": progress.phase + 1,
+            "epoch": progress.epoch + 1,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "images": sum(map(len, group)),
+            "seconds": round(time.perf_counter() - began, 4),
+        }
+
+    def compute_gradients(self, group: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """Compute the gradients of a step and clip them. Returns the mean loss and the norm of the gradients.
+
+        `group` has the batches of the step, as indices of samples. Every image has the same weight, whatever batch it
+        is in. This changes no weights, so that the finished steps can be saved if it fails.
+
+        All ranks know the errors of loading, losses and gradients that are not finite, and under DDP the errors before
+        the last backward. A rank that fails alone in a part with collectives cannot reach the others, which wait for it
+        inside one.
+        """
+        ranks = self.ranks
+        pieces, total = self.load_step(group)
+        # A list, which the last backward empties, because a variable would keep the graph.
+        last_loss: list[torch.Tensor] = []
+
+        def begin() -> tuple[float, TrainingError | None]:
+            return self.begin_gradients(pieces, total, last_loss)
+
+        # FSDP gathers weights in each forward. DDP sums gradients in the last backward only.
+        mean, fault = ranks.run_on_all(begin) if self.layout.shards is None else begin()
+        last_loss.pop().backward()
+        mean, faults = ranks.total(mean, float(fault is not None))
+        norm = self.layout.clip(self.parameters, self.settings.optimizer.clip)
+
+        def check() -> None:
+            if fault is not None:
+                raise fault
+            if not faults and not norm < float("inf"):
+                names = ", ".join(name for piece in pieces for name in piece.batch.names[:2])
+                raise TrainingError(
+                    f"training: in step {self.progress.step} the gradients of {names:.120} are not finite; lower "
+                    "learning_rate"
+                )
+
+        ranks.run_on_all(check)
+        return mean, norm
+
+    def load_step(self, group: Sequence[Sequence[int]]) -> tuple[list[Piece], int]:
+        """Return this rank's pieces of a step, and the number of images that all ranks learn in it.
+
+        A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
+        it, or if no image of the step is left, an error on all ranks names every broken image of the step.
+        """
+        ranks, cache = self.ranks, self.phase_data.cache
+        microbatches_here = microbatches(group, ranks.rank, ranks.size)
+        total = sum(map(len, group))
+        if not isinstance(cache, Stream):
+
+            def load() -> list[Piece]:
+                return [Piece(indices, counts, cache.load(indices)) for indices, counts in microbatches_here]
+
+            return ranks.run_on_all(load), total
+        skip = self.settings.skip_broken
+        broken: dict[int, SanaError] = {}
+
+        def read() -> list[Piece]:
+            pieces = []
+            for indices, counts in microbatches_here:
+                readable, batch = cache.load_readable(indices, broken, skip)
+                pieces.append(Piece(readable, counts, batch) if readable else Piece(indices[:1], False, batch))
+            return pieces
+
+        pieces = ranks.run_on_all(read)
+        broken = {index: fault for faults in ranks.all_gather(broken) for index, fault in faults.items()}
+        total -= len(broken)
+
+        def check_broken() -> None:
+            faults = [broken[index] for index in sorted(broken)]
+            if faults and skip and total and all(map(is_unreadable, faults)):
+                if ranks.first:
+                    warn_of_skipped(faults)
+            else:
+                Faults(faults).check()
+
+        ranks.run_on_all(check_broken)
+        return pieces, total
+
+    def begin_gradients(
+        self, pieces: Sequence[Piece], total: int, last_loss: list[torch.Tensor]
+    ) -> tuple[float, TrainingError | None]:
+        """Compute the gradients of a step, except for the last backward. Its loss is put into `last_loss`.
+
+        `total` is the number of images of all ranks. Returns this rank's part of the mean loss, and an error that names
+        the first image whose loss is not finite.
+        """
+        settings, step = self.settings, self.progress.step
+        mean, fault = 0.0, None
+        for number, piece in enumerate(pieces, 1):
+            last = number == len(pieces)
+            dropping = seeded_dropout(self.device, (settings.seed, step, number, self.ranks.rank))
+            with dropping, self.layout.backward(last) as compute:
+                losses = compute(lambda piece=piece: self.piece_loss(piece))  # type: ignore[misc]
+                finite = losses.detach().isfinite().tolist()
+                if fault is None and not all(finite):
+                    name = piece.batch.names[finite.index(False)]
+                    fault = TrainingError(
+                        f"training: in step {step} the loss of {name} is not finite; lower learning_rate, or remove it"
+                    )
+                # The gradients become the mean over the ranks, so each rank's loss is multiplied by their number.
+                loss = losses.sum() / total * self.ranks.size
+                if last:
+                    last_loss.append(loss)
+                else:
+                    loss.backward()
+            mean += float(losses.detach().sum()) / total
+        return mean, fault
+
+    def piece_loss(self, piece: Piece) -> torch.Tensor:
+        """Return the losses [B] of a piece of a step. A piece that does not count has zeros, but with gradients.
+
+        Noise and time of an image depend on the run's seed, phase, epoch and the image. So they do not depend on the
+        rank or the batch that the image is in.
+        """
+        indices, counts, batch = piece
+        settings, progress, data = self.settings, self.progress, self.phase_data
+        keys = [(settings.seed, progress.phase, progress.epoch, index) for index in indices]
+        draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
+        shared = reference_of(self.transformer).shared_mask
+        embeds, mask = drop_captions(batch.embeds, batch.mask, draw.dropped, data.cache.empty, shared)
+        batch = batch._replace(embeds=embeds, mask=mask)
+        if settings.loss.kind == CONSISTENCY:
+            guidance = training_guidance(draw.choices)
+            point, prompt, weight = self.on_trajectory(batch, draw.noise, draw.times, guidance)
+            warmup = settings.loss.tangent_warmup
+            ramp = min(1.0, progress.step / warmup) if warmup else 1.0
+            losses = consistency_loss(self.transformer, point, prompt, ramp, weight)
+        else:
+            sigma = training_sigmas(draw.times, self.shift, settings.loss).float().to(self.device)
+            losses = self.batch_loss(batch, draw.noise, sigma)
+        losses = losses * torch.tensor([data.samples[index].weight for index in indices]).to(losses)
+        return losses if counts else losses * 0
+
+    def batch_loss(self, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        """Return the loss of flow matching [B] of a batch, in float32 on the model's device."""
+        device, method = self.device, self.settings.method
+        compute = getattr(torch, self.settings.dtype)
+        mixed = method.whole and method.weights != self.settings.dtype
+        weight = None if batch.weight is None else batch.weight.to(device)
+        control = None
+        if self.controlnet is not None and batch.control is not None:
+            control = Control(self.controlnet, batch.control)
+        x0, noise, mask = batch.latents.to(device), noise.to(device), batch.mask.to(device)
+        # Each weight is used once, so a cache of the cast weights would only be a second model in memory.
+        with torch.autocast(device.type, compute, enabled=mixed, cache_enabled=False):
+            embeds = batch.embeds.to(device, compute)
+            return flow_loss(self.transformer, x0, (embeds, mask), noise, sigma, weight, control)
+
+    def on_trajectory(
+        self, batch: Batch, noise: torch.Tensor, times: torch.Tensor, guidance: torch.Tensor
+    ) -> tuple[Point, Prompt, torch.Tensor | None]:
+        """Return the inputs of the consistency loss on its device: the points of `batch` on their trajectories at the
+        uniform `times` [B], the prompts, and the weights of the masks."""
+        device, compute = self.device, getattr(torch, self.settings.dtype)
+        prompt = Prompt(batch.embeds.to(device, compute), batch.mask.to(device), guidance.to(device))
+        angle = training_angles(times).float().to(device)
+        point = data_point(batch.latents.to(device), noise.to(device), angle)
+        return point, prompt, None if batch.weight is None else batch.weight.to(device)
+
+    def apply_gradients(self, rate: float) -> None:
+        """Let the optimizer take its step at the learning rate `rate`, and update the average."""
+        settings, step = self.settings, self.progress.step
+        set_learning_rate(self.optimizer, rate)
+        device = next(iter(self.parameters.values())).device
+        step_optimizer(self.optimizer, torch.Generator(device).manual_seed(settings.seed + step))
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            update_average(self.average, self.parameters, average_decay(settings.optimizer.ema, step))
+
+    # The result
+
+    def finish(self) -> Path:
+        """Report the best validation of the last phase. Returns the path of the result on all ranks."""
+        best = self.best if self.best is not None and self.best.phase == self.progress.phase else None
+        if best is not None and self.ranks.first:
+            self.report({"step": best.step, "validation_loss": best.loss, "first": best.first})
+        path = self.ranks.broadcast(self.ranks.run_on_rank0(lambda: self.publish_result(best)))
+        assert path is not None
+        return path
+
+    def publish_result(self, best: Best | None) -> Path:
+        """Copy the LoRAs of the `best` and the last step into the run's folder. Whole weights stay in their state."""
+        last = step_folder(self.out, self.progress.step)
+        chosen = last if best is None else step_folder(self.out, best.step)
+        if self.settings.method.whole:
+            note_result(self.out, self.parts, chosen)
+            return chosen / self.weights_folder
+        if best is not None:
+            publish(self.out, self.parts, self.last_file, last)
+        return publish(self.out, self.parts, self.lora_file, chosen)
+
+
+def check_base(settings: TrainingSettings) -> float:
+    """Check that model, loss and method fit together. Returns the shift of the model. Reads only headers."""
+    for kind in ("text_encoder", "autoencoder"):
+        find_part(inspect_checkpoint(settings.source(kind)), kind)
+    info = find_part(inspect_checkpoint(settings.model), "transformer")
+    module: Any = build_module(info)
+    if settings.loss.kind == FLOW and module.config.guidance_embeds:
+        raise InputError(
+            "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "
+            "settings file set loss.kind to consistency"
+        )
+    if settings.loss.kind != FLOW and not module.config.guidance_embeds:
+        raise InputError(
+            "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
+        )
+    if settings.method.kind == "controlnet":
+        check_steerable(module.config, settings.method.blocks)
+    if not settings.method.whole:
+        check_layers(dict(module.named_modules()), settings.method)
+    if needs_start(settings):
+        add_adapter(module, settings.method, settings.seed)
+        begin_at(module, settings.method)
+    return shift_of(info, None, settings.reference)
+
+
+def describe_config(settings: TrainingSettings) -> Json:
+    """Return the settings that states depend on and that no phase may change. The model's digest is added later."""
+    method = settings.method
+    config: Json = {"seed": settings.seed, "dtype": settings.dtype}
+    config |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
+    config |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
+    if settings.optimizer.name == "prodigy":
+        config["d0"] = settings.optimizer.d0
+    if method.base != "full":
+        config["base"] = method.base
+    if settings.loss.kind != FLOW:
+        config["loss"] = settings.loss.kind
+    if method.start:
+        config["start"] = start_digest(settings)
+    if method.kind == "controlnet":
+        config["blocks"] = method.blocks
+    elif method.kind != "full":
+        # A state has the weights before alpha scales them.
+        alpha = None if method.scale == 1.0 else method.alpha
+        config |= {"rank": method.rank, "alpha": alpha, "targets": method.targets}
+        if method.layers:
+            config["layers"] = list(method.layers)
+    return config
+
+
+def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
+    """Return the samples of each phase without the `broken` images, and log their names.
+
+    Raises an error that names all of them, unless `skip_broken` is set and all of them are unreadable files.
+    """
+    faults = list(broken.values())
+    if not (skip_broken and all(map(is_unreadable, faults))):
+        Faults(faults).check()
+    warn_of_skipped(faults)
+    readable = [
+        [
+            sample
+            for sample in phase
+            if files_of(sample) not in broken
+            and (sample.control is None or files_of(control_sample(sample)) not in broken)
+        ]
+        for phase in samples
+    ]
+    for number, phase in enumerate(readable, 1):
+        if not phase:
+            raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
+    return readable
