@@ -53,9 +53,6 @@ def describe_settings(
         check_text(field, Path(file).name, RENAME)
     described = settings._asdict()
     del described["compiled"], described["loras"]
-    if not described["fp8"]:
-        # So that folders from before this option can be resumed.
-        del described["fp8"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

@@ -114,7 +114,7 @@ def check(out: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int
     mixed = [name for name, (data, _) in now.items() if whole.get(name) != data]
     assert not mixed, f"{mixed} are not those of the run"
     if (out / "manifest.json").exists():
-        listed = json.loads((out / "manifest.json").read_bytes())["pictures"]
+        listed = json.loads((out / "manifest.json").read_bytes())["images"]
         assert listed.keys() <= now.keys(), "the manifest lists what is not there"
     others = {path.name for path in out.iterdir()} - now.keys() - FOREIGN.keys()
     assert others <= {"manifest.json", ".sana-batch"}, f"left behind: {others}"
@@ -172,7 +172,7 @@ def soak(kills: int, seed: int, base: Path) -> Counter[str]:
 
 def mine(out: Path) -> bool:
     """Whether the folder is not that of the run with other prompts."""
-    listed = json.loads((out / "manifest.json").read_bytes())["pictures"] if (out / "manifest.json").exists() else {}
+    listed = json.loads((out / "manifest.json").read_bytes())["images"] if (out / "manifest.json").exists() else {}
     return all(entry["prompt"] in PROMPTS for entry in listed.values())
 
 
