@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..batch.local import local_devices
-from ..batch.pipeline import DTYPES, SamplingSettings
+import torch
+
+from ..batch.pipeline import DTYPES, SamplingSettings, local_devices
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.checkpoint import Source
 from ..checkpoints.schedulers import scheduler_of, unavailable_notes
@@ -141,22 +142,26 @@ def lora_of(text: str) -> tuple[str, float]:
     return file, strength
 
 
-def choose_dtype(arguments: argparse.Namespace) -> str:
+def devices_of(arguments: argparse.Namespace) -> list[torch.device] | None:
+    """Return the devices that generate, None for a cluster. Only this call warns of devices that do not exist."""
+    return None if arguments.cluster is not None else local_devices(arguments.devices)
+
+
+def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | None) -> str:
     """Return the chosen dtype or a suitable one, and print it if there are accelerators."""
-    if arguments.cluster is not None:
+    if devices is None:
         return arguments.dtype or "float32"
-    devices = local_devices(arguments.devices)
     dtype = arguments.dtype or ("bfloat16" if all(map(has_bf16, devices)) else "float32")
     if any(device.type != "cpu" for device in devices):
         sys.stderr.write(f"generating in {dtype} on {', '.join(map(str, devices))}\n")
     return dtype
 
 
-def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
+def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
     """Return how the images are generated; what is not said is left to the settings' own defaults."""
     said = {name: value for name, value in vars(arguments).items() if value is not None}
     own = {name: said[name] for name in SamplingSettings._fields if name in said}
-    own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments)}
+    own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
     return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 

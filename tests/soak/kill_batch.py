@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
+from sana_core import inspect_checkpoint  # noqa: E402
 from sana_core.__main__ import main as run_command  # noqa: E402
 from sana_core.batch.pipeline import (  # noqa: E402
     Conditioning,
@@ -55,7 +56,7 @@ def import_all() -> None:
     checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
     fingerprint(checkpoint)
-    models = load_models(checkpoint, cpu, SamplingSettings(), checkpoint)
+    models = load_models(inspect_checkpoint(checkpoint), cpu, SamplingSettings(), inspect_checkpoint(checkpoint))
     settings = resolve_settings(SamplingSettings(32, 32, steps=1), checkpoint)
     texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
     (pixels,) = generate_chunk(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))

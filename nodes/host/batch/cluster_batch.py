@@ -124,16 +124,14 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     if batch.vae is not None:
         paths.append(vae_path(batch.vae, "a cluster"))
     weights = fingerprints(paths)
-    settings = resolve_settings(settings, path)
-    init = init_image(batch)
     job = Job(
-        settings,
+        resolve_settings(settings, path),
         weights,
         *paths,
         negative=negatives[0],
         resolution=resolution,
         latents=True,
-        init=init,
+        init=init_image(batch),
         prompts=len(prompts),
     )
     return job, prompts

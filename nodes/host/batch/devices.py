@@ -22,19 +22,19 @@ import latent_preview
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....sana_core.batch.batch_size import find_architecture, images_that_fit
+from ....sana_core.batch.batch_size import images_that_fit
 from ....sana_core.batch.local import GenerateChunk, LocalPool
 from ....sana_core.batch.loop import run_batch
 from ....sana_core.batch.plan import Chunk, ImageSpec, Workload, sampled_together
 from ....sana_core.batch.queue import Queue
 from ....sana_core.decode.devices import device_error
 from ....sana_core.errors import InputError, first_line
-from ....sana_core.model.known_models import SPRINT
+from ....sana_core.model.known_models import SPRINT, Architecture
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ....sana_core.runtime.cancellation import Poll, Polled
 from ....sana_core.runtime.checks import check_finite
-from ..compat.internals import compile_again, loaded_from
+from ..compat.internals import compile_again
 from ..compat.patches import SPLIT, unshared
 from ..folders import TWO_WORKERS
 from ..loading.controlnet import SanaControlNet, control_on, encode_hints
@@ -176,7 +176,9 @@ def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device
         if loaded.load_device == device:
             free += loaded.loaded_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
-    architecture = find_architecture(loaded_from(model)[0])
+    config = model.model.diffusion_model.config
+    width_of_model = config.num_attention_heads * config.attention_head_dim
+    architecture = Architecture(width_of_model, config.num_layers, config.qk_norm is not None, config.guidance_embeds)
     available = free - model.model_size()
     return images_that_fit(device, available, architecture, width, height, model.model.get_dtype_inference())
 
