@@ -141,7 +141,6 @@ class SanaModel(comfy.model_base.BaseModel):
             got = "no embeddings" if context is None else f"embeddings of type {type(context).__name__}"
             raise InputError(f"{field}: got {got}, expected a tensor; encode the text with the CLIP of SANA Loader")
         out = super().extra_conds(**kwargs)
-        self.check_latent("latent_image", kwargs["noise"].shape)
         check_flow(self.model_sampling)
         check_width(field, context, self.diffusion_model)
         check_count(field, context, kwargs["noise"])
