@@ -72,7 +72,7 @@ class Options(SamplingOptions, InputOptions, total=False):
 
 def generate(
     prompts: str | Sequence[str] | None,
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     count: int = 1,
     devices: Sequence[str | torch.device] | None = None,
@@ -121,7 +121,7 @@ def generate(
 
 def generate_best(
     prompts: str | Sequence[str],
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | ClusterSettings | None = None,
@@ -166,7 +166,7 @@ def refuse_inputs(options: Options, other: str) -> None:
 
 def make_request(
     prompts: str | Sequence[str] | None,
-    checkpoint: str | Path,
+    checkpoint: Source,
     settings: SamplingSettings,
     seed: int,
     count: int,
@@ -176,14 +176,13 @@ def make_request(
 ) -> Request:
     """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
     texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
-    source: Source = checkpoint
     inputs: Json = {**options}
     embeds = Embeds(*map(inputs.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
         if prompts is not None:
             raise InputError("prompt_embeds: got them beside prompts, expected one of both; give None as prompts")
-        source = inspect_checkpoint(checkpoint)
-        embeds.check(source)
+        checkpoint = inspect_checkpoint(checkpoint)
+        embeds.check(checkpoint)
         texts = [f"prompt_embeds[{number}]" for number in range(len(embeds.prompt_embeds))]
     elif any(tensor is not None for tensor in embeds):
         raise InputError(
@@ -197,7 +196,7 @@ def make_request(
             raise InputError(f"latents: got the shape {list(latents.shape)}, expected {expected}")
     image_inputs = ImageInputs(latents=latents, callback=options.get("callback"))
     workload = Workload(texts, images, options.get("chunk"), inputs=image_inputs)
-    request = prepare(workload, source, settings, devices, on_cluster)
+    request = prepare(workload, checkpoint, settings, devices, on_cluster)
     if embeds.prompt_embeds is None:
         return request
     return request._replace(workload=workload._replace(encoded=encoded_prompts(embeds, request)))

@@ -62,11 +62,11 @@ class OutputFolder:
         prompts, and for other files with the name of an image of this batch.
         """
         document = read_manifest(self.path)
-        known = {name: entry for name, entry in document["images"].items() if (self.path / name).is_file()}
-        if known and document["settings"] != self.settings:
-            name, entry = next(iter(known.items()))
+        listed = {name: entry for name, entry in document["images"].items() if (self.path / name).is_file()}
+        if listed and document["settings"] != self.settings:
+            name, entry = next(iter(listed.items()))
             raise self.mismatch(self.path / name, entry, document["settings"])
-        self.entries, self.claims, done = dict(known), document["claims"], set()
+        self.entries, self.claims, done = dict(listed), document["claims"], set()
         for count, image in enumerate(images):
             progress(count)
             name = file_name(image)
@@ -79,9 +79,9 @@ class OutputFolder:
             data = patiently(file.read_bytes)
             digest = digest_of(data)
             # Decoding a PNG takes long. An image in the manifest is complete if the digest of its file is the same.
-            entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
+            entry = listed[name] if listed.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
-                if not (is_damaged(data) and (name in known or self.is_claimed(image))):
+                if not (is_damaged(data) and (name in listed or self.is_claimed(image))):
                     raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
                 remove(file)
                 self.entries.pop(name, None)

@@ -111,22 +111,15 @@ class LocalPool(Generic[R]):
         for thread in self.threads.values():
             thread.start()
 
-    def poll(self) -> None:
-        """Raise Cancelled once the batch has ended."""
-        if self.cancelled.is_set():
-            raise Cancelled
-
-    def poll_while_loading(self, worker: str) -> None:
-        self.poll()
-        if worker in self.loading:
-            self.loading[worker] = time.monotonic()
-
     def work(self, name: str, device: torch.device, inbox: SimpleQueue[Chunk | None], cores: int | None) -> None:
         """The work of one thread: prepare, then generate chunks until the inbox contains None."""
         chunk: Chunk = ()
 
         def poll() -> None:
-            self.poll_while_loading(name)
+            if self.cancelled.is_set():
+                raise Cancelled
+            if name in self.loading:
+                self.loading[name] = time.monotonic()
 
         try:
             if cores is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -131,27 +131,27 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
     that torch does not know.
     """
     kind = current_accelerator()
-    own = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
+    accelerators = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
     if devices is None:
-        return own or [torch.device("cpu")]
-    found = []
+        return accelerators or [torch.device("cpu")]
+    usable = []
     for name in devices:
         try:
             device = torch.device(name)
         except RuntimeError:
-            known = f"names like cpu or {own[0] if own else 'cpu'}"
-            raise InputError(f"devices: got {name!r:.40}, expected {known}") from None
+            example = accelerators[0] if accelerators else "cpu"
+            raise InputError(f"devices: got {name!r:.40}, expected names like cpu or {example}") from None
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, 0)
-        if device.type == "cpu" or device in own:
-            found.append(device)
+        if device.type == "cpu" or device in accelerators:
+            usable.append(device)
         else:
             logger.warning("batch: this machine has no %s; going on without it", device)
-    if not found:
+    if not usable:
         raise InputError(
-            f"devices: got {', '.join(map(str, devices)):.80}, expected some of cpu {' '.join(map(str, own))}"
+            f"devices: got {', '.join(map(str, devices)):.80}, expected some of cpu {' '.join(map(str, accelerators))}"
         )
-    return found
+    return usable
 
 
 def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> ResolvedSettings:
@@ -294,9 +294,15 @@ def sample(
     devices.
     """
     transformer = models.transformer
-    parts = list(split_chunk(models, chunk, prompts, images))
-    if len(parts) > 1:
-        return torch.cat([sample(models, settings, part, texts, poll, inputs) for part, texts, inputs in parts])
+    if len(chunk) > 1 and samples_one_by_one(transformer.device):
+        latents_of_images = []
+        for row, image in enumerate(chunk):
+            control = images.control
+            if control is not None and len(control.latents) > 1:
+                control = control._replace(latents=control.latents[row : row + 1])
+            text, inputs = prompts._replace(texts=prompts.texts[row : row + 1]), images._replace(control=control)
+            latents_of_images.append(sample(models, settings, (image,), text, poll, inputs))
+        return torch.cat(latents_of_images)
     sampler, reference = find_sampler(settings.sampler), reference_of(transformer)
     perturbed = None
     if settings.pag_scale:
@@ -333,19 +339,6 @@ def sample(
     latents = sampler.sample(model, start, sigmas, callback=before_step, **sampler.options(reference, noise))
     show(len(sigmas) - 1, latents)
     return latents
-
-
-def split_chunk(
-    models: Models, chunk: Chunk, prompts: Conditioning, images: ImageInputs
-) -> Iterator[tuple[Chunk, Conditioning, ImageInputs]]:
-    """Yield the parts of a chunk that are sampled as one batch, with their prompts and their other inputs."""
-    size = 1 if samples_one_by_one(models.transformer.device) else len(chunk)
-    control = images.control
-    for first in range(0, len(chunk), size):
-        part = slice(first, first + size)
-        if control is not None and len(control.latents) > 1:
-            images = images._replace(control=control._replace(latents=control.latents[part]))
-        yield chunk[part], prompts._replace(texts=prompts.texts[part]), images
 
 
 @torch.no_grad()

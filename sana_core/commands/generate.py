@@ -66,11 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
     batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
     options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments, devices)._asdict()}
     where = devices, cluster_of(arguments), arguments.split
-    show_scheduler(arguments.checkpoint)
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    show_scheduler(checkpoint)
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:
-        images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
+        images = generate(arguments.prompts, checkpoint, arguments.seed, arguments.count, *where, **options)
     except FailedImagesError as error:
         # The other images are written before the run ends with this error.
         if error.images is None:
@@ -116,7 +117,8 @@ def run_video(arguments: argparse.Namespace) -> None:
     check_writer(arguments.out)
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
-    part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    part = find_part(checkpoint, "video_transformer")
     channels = part.headers["patch_embedding.weight"].shape[1]
     width, height = VIDEOS[channels].size
     size = (
@@ -130,7 +132,7 @@ def run_video(arguments: argparse.Namespace) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     devices = local_devices(arguments.devices)
     settings |= {"dtype": choose_dtype(arguments, devices), "device": str(devices[0])}
-    shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, frames
+    shown = arguments.prompts[0], checkpoint, arguments.seed, frames
     generated = generate_video(
         *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
     )

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from ..batch.pipeline import DTYPES, SamplingSettings, local_devices
-from ..checkpoints import inspect_checkpoint
-from ..checkpoints.checkpoint import Source
+from ..checkpoints import CheckpointInfo
 from ..checkpoints.schedulers import scheduler_of, unavailable_notes
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
@@ -158,16 +157,16 @@ def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | No
 
 
 def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
-    """Return how the images are generated; what is not said is left to the settings' own defaults."""
-    said = {name: value for name, value in vars(arguments).items() if value is not None}
-    own = {name: said[name] for name in SamplingSettings._fields if name in said}
-    own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
-    return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
+    """Return the settings. Options that are not set have the defaults of SamplingSettings."""
+    values = {name: value for name, value in vars(arguments).items() if value is not None}
+    chosen = {name: values[name] for name in SamplingSettings._fields if name in values}
+    chosen |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
+    return SamplingSettings(**chosen, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
-def show_scheduler(checkpoint: Source) -> None:
+def show_scheduler(checkpoint: CheckpointInfo) -> None:
     """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
-    for part in inspect_checkpoint(checkpoint).parts:
+    for part in checkpoint.parts:
         if part.kind == "transformer":
             for line in unavailable_notes(scheduler_of(part)):
                 show_status(line)

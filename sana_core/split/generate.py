@@ -49,7 +49,7 @@ def check_devices(devices: Sequence[torch.device]) -> None:
 
 
 def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
-    """Yield each image of `request` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all devices together.
+    """Yield each image of `request` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all of its devices.
 
     Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
     the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
@@ -74,8 +74,8 @@ def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[Im
     texts, negative = encoded
     models = load_on(devices, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
-    split = Split(devices, relative_speeds(devices, [each.transformer for each in models]))
-    sharded = ShardedModel(partial(split.run, poll=poll), [each.transformer for each in models])
+    split = Split(devices, relative_speeds(devices, [model.transformer for model in models]))
+    sharded = ShardedModel(partial(split.run, poll=poll), [model.transformer for model in models])
     for image in images:
         prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
         # On the CPU, because the decode may lose the device that has them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def generate_video(
     prompt: str,
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     frames: int = VIDEO_FRAMES,
     size: tuple[int, int] | None = None,

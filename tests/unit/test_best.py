@@ -106,7 +106,7 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     pngs = {path.name: path for path in Path("out").glob("*.png")}
     assert pngs.keys() == names(ranks, 2)
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert {name: each["rank"] for name, each in manifest["images"].items()} == {
+    assert {name: image["rank"] for name, image in manifest["images"].items()} == {
         f"{prompt:05d}_{5 + int(ranks[1][prompt, rank])}.png": rank + 1 for prompt in range(2) for rank in range(2)
     }
     assert all(entry(path)["score"] == manifest["images"][name]["score"] for name, path in pngs.items())

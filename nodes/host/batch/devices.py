@@ -197,7 +197,7 @@ class DeviceStats(NamedTuple):
     together: int = 0
 
 
-class Worker(NamedTuple):
+class DeviceWorker(NamedTuple):
     """What one thread of the batch uses."""
 
     device: torch.device
@@ -254,7 +254,7 @@ class DeviceGeneration:
         # One for all images, because `begin` would create one for each sampling.
         self.shared_notes = Notes()
         # The workers that no thread has taken yet.
-        self.workers: list[Worker] = []
+        self.workers: list[DeviceWorker] = []
         for device in devices:
             failure = self.add_worker(device, conditionings, controls, hints)
             if failure is not None:
@@ -308,7 +308,7 @@ class DeviceGeneration:
             if not (is_out_of_memory(error) or is_driver_error(error)):
                 raise
             return error
-        self.workers.append(Worker(device, model, positive, negative, vae, limit))
+        self.workers.append(DeviceWorker(device, model, positive, negative, vae, limit))
         return None
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated]:
@@ -361,7 +361,7 @@ class DeviceGeneration:
 
         return generate
 
-    def generate_part(self, worker: Worker, part: Chunk, callback: Callable, poll: Poll) -> list[Generated]:
+    def generate_part(self, worker: DeviceWorker, part: Chunk, callback: Callable, poll: Poll) -> list[Generated]:
         """Sample the images of `part` as one batch, then decode them one by one if there is a VAE."""
         batch = self.batch
         prompts = [image.prompt for image in part]
@@ -385,7 +385,7 @@ class DeviceGeneration:
         lock = self.device_locks.get(device)
         return nullcontext() if lock is None else held(lock, poll)
 
-    def decode(self, worker: Worker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
+    def decode(self, worker: DeviceWorker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         """Return the IMAGE of one row of a LATENT, a black one for NaN."""
         poll()
         vae = worker.vae
@@ -407,7 +407,7 @@ class DeviceGeneration:
                     return torch.full([side * DOWNSCALE for side in latent.shape[1:]] + [3], math.nan)
 
 
-def generate_on_devices(
+def sample_on_devices(
     batch: BatchInputs, devices: list[torch.device]
 ) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats], list[str]]:
     """Return the results by image, the statistics by worker, and lines for the user."""

@@ -85,10 +85,10 @@ class PromptBatch:
             return known[key]
         embeds, mask, perturbation = self.inputs(x)
         prepare_prompts = video.prepare if is_video(transformer.config) else prepare
-        found = prepare_prompts(transformer, embeds, mask, *x.shape[2:]), perturbation
+        prepared = prepare_prompts(transformer, embeds, mask, *x.shape[2:]), perturbation
         if all(prompt.keep for prompt in self.prompts):
-            known[key] = found
-        return found
+            known[key] = prepared
+        return prepared
 
     def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
         """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""

@@ -45,7 +45,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
         self.noise: Iterator[torch.Tensor] | None = None
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
-        # Any guider can call this with any MODEL.
+        # A guider can call this method with any MODEL.
         transformer = require_sana(model_wrap.inner_model).diffusion_model
         check_sampler(transformer.config, self.name)
         self.extra_options = {"reference": reference_of(transformer)}
@@ -88,10 +88,7 @@ def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
 
 
 def sampler_for(model: ModelPatcher, name: str) -> Sampler:
-    """Return the sampler `name`.
-
-    Raises InputError for a name that is not in SAMPLERS, for a MODEL that is not SANA's, and if they do not fit.
-    """
+    """Return the sampler `name`. Raises InputError if it is unknown or does not fit, or if the MODEL is not SANA's."""
     sampler = find_sampler(name)
     check_sampler(require_sana(model.model).diffusion_model.config, name)
     return sampler
@@ -104,11 +101,11 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
     another kind than flow matching.
     """
     sampler, reference = sampler_for(model, name), reference_of(model.model.diffusion_model)
-    shift = shift_of(model.get_model_object("model_sampling"))
+    shift = model_shift(model.get_model_object("model_sampling"))
     return trim_schedule(lambda count: sampler.sigmas(count, shift, reference), steps, denoise)
 
 
-def shift_of(sampling) -> float:
+def model_shift(sampling) -> float:
     """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
     check_flow(sampling)
     # ModelSamplingFlux has its logarithm
