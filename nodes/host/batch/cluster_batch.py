@@ -18,6 +18,7 @@ import torch
 from ....sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from ....sana_core.batch.plan import Embedding, FailedImage, Workload
 from ....sana_core.batch.progress import Progress, WorkerReport
+from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.cluster.batch import generate_with
 from ....sana_core.cluster.worker import Job
 from ....sana_core.errors import InputError
@@ -123,9 +124,10 @@ def node_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     paths = [path]
     if batch.vae is not None:
         paths.append(vae_path(batch.vae, "a cluster"))
-    weights = fingerprints(paths)
+    checkpoints = {path: inspect_checkpoint(path) for path in paths}
+    weights = fingerprints(checkpoints)
     job = Job(
-        resolve_settings(settings, path),
+        resolve_settings(settings, checkpoints[path]),
         weights,
         *paths,
         negative=negatives[0],
