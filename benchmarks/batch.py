@@ -22,6 +22,7 @@ from benchmarks import ROOT
 from benchmarks.machine import description
 from benchmarks.simulated_gpus import Costs, busy_share
 from benchmarks.simulation import SimulatedPool
+from sana_core import inspect_checkpoint
 from sana_core.batch.local import LocalPool
 from sana_core.batch.loop import run_batch
 from sana_core.batch.pipeline import (
@@ -63,7 +64,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
     """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
     settings = resolve_settings(SamplingSettings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
-    models = load_models(CHECKPOINT, CPU, settings, CHECKPOINT)
+    models = load_models(inspect_checkpoint(CHECKPOINT), CPU, settings, inspect_checkpoint(CHECKPOINT))
     everywhere = os.sched_getaffinity(0)
     # threads keep the affinity of the one that starts them
     os.sched_setaffinity(0, cores)

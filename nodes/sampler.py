@@ -186,12 +186,13 @@ class SanaNodesSprint(io.ComfyNode):
         intermediate_timestep: float = INTERMEDIATE_TIMESTEP,
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling.sampler import Sampling, sample
+        from .host.sampling.sampler import Sampling, sample, sampler_for
 
         check_links(model=model, positive=positive, latent_image=latent_image)
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
         sigmas = last_steps(scm_sigmas(steps, max_timestep, intermediate_timestep), strength)
+        sampler_for(model, SPRINT)
         sampling = Sampling(SPRINT, sigmas, guidance, seed)
         return io.NodeOutput(sample(model, positive, positive, latent_image, sampling))
 

@@ -13,11 +13,12 @@ import torch
 from .batch.best import Backend, Best, Pick, find_best, generate_picks, place_scorer
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.local import generate_local
-from .batch.pipeline import SamplingSettings, resolve_settings
+from .batch.pipeline import Request, SamplingSettings, prepare
 from .batch.plan import FailedImage, ImageInputs, Step, Workload, batch_images, failed_images
 from .batch.progress import OnStatus, WorkerReport, no_status
+from .checkpoints import inspect_checkpoint
+from .checkpoints.checkpoint import Source
 from .errors import FailedImagesError, InputError
-from .model.known_models import DEFAULT_RESOLUTION
 from .model.latents import latent_shape
 from .runtime.text import Json
 
@@ -71,7 +72,7 @@ class Options(SamplingOptions, InputOptions, total=False):
 
 def generate(
     prompts: str | Sequence[str] | None,
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     count: int = 1,
     devices: Sequence[str | torch.device] | None = None,
@@ -104,24 +105,23 @@ def generate(
     of NaN. Its attribute `images` has all other images.
     """
     settings, best = find_settings(options), find_best_of(options, count)
-    if not split:
-        backend = find_backend(checkpoint, devices, cluster, options.get("say", no_status))
-    elif cluster is None:
-        backend = split_backend(checkpoint, devices)
-    else:
+    if split and cluster is not None:
         raise InputError("split: got a cluster, expected devices of this machine; leave one of them out")
-    if best is not None:
-        picks = pick_images(prompts, checkpoint, seed, options, best, backend, devices)
-        options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
-        return torch.stack([pick.pixels for pick in picks])
     if cluster is not None:
         refuse_inputs(options, "cluster")
-    return collect(backend, make_workload(prompts, checkpoint, seed, count, options, devices), settings)
+    backend = find_backend(cluster, options.get("say", no_status), split)
+    images = count if best is None else best.of
+    request = make_request(prompts, checkpoint, settings, seed, images, devices, cluster is not None, options)
+    if best is None:
+        return collect(backend, request)
+    picks = pick_images(backend, request, best)
+    options.get("report", {})["picked"] = [pick.describe(named=True) for pick in picks]
+    return torch.stack([pick.pixels for pick in picks])
 
 
 def generate_best(
     prompts: str | Sequence[str],
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | ClusterSettings | None = None,
@@ -131,11 +131,12 @@ def generate_best(
 
     `scorer` is the folder of a CLIP. `generate` explains the other arguments.
     """
-    best = find_best_of(options, 1)
+    settings, best = find_settings(options), find_best_of(options, 1)
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
-    backend = find_backend(checkpoint, devices, cluster, options.get("say", no_status))
-    return pick_images(prompts, checkpoint, seed, options, best, backend, devices)
+    backend = find_backend(cluster, options.get("say", no_status))
+    request = make_request(prompts, checkpoint, settings, seed, best.of, devices, cluster is not None, options)
+    return pick_images(backend, request, best)
 
 
 def find_settings(options: Options) -> SamplingSettings:
@@ -163,86 +164,77 @@ def refuse_inputs(options: Options, other: str) -> None:
             raise InputError(f"{name}: got it with {other}, expected images of prompts; leave one of them out")
 
 
-def make_workload(
+def make_request(
     prompts: str | Sequence[str] | None,
-    checkpoint: str | Path,
+    checkpoint: Source,
+    settings: SamplingSettings,
     seed: int,
     count: int,
-    options: Options,
     devices: Sequence[str | torch.device] | None,
-) -> Workload:
+    on_cluster: bool,
+    options: Options,
+) -> Request:
     """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
-    prompts, encoded = one_or_more(prompts), None
-    given: Json = {**options}
-    embeds = Embeds(*map(given.get, Embeds._fields))
+    texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
+    inputs: Json = {**options}
+    embeds = Embeds(*map(inputs.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
         if prompts is not None:
             raise InputError("prompt_embeds: got them beside prompts, expected one of both; give None as prompts")
-        settings = resolve_settings(find_settings(options), checkpoint)
-        encoded = encoded_prompts(embeds, settings, checkpoint, devices)
-        prompts = list(encoded[0])
-    elif any(each is not None for each in embeds):
+        checkpoint = inspect_checkpoint(checkpoint)
+        embeds.check(checkpoint)
+        texts = [f"prompt_embeds[{number}]" for number in range(len(embeds.prompt_embeds))]
+    elif any(tensor is not None for tensor in embeds):
         raise InputError(
             "prompt_embeds: got only masks or negative embeddings; give prompt_embeds too, or none of them"
         )
-    images = batch_images(len(prompts or ()), count, seed)
-    latents, callback = options.get("latents"), options.get("callback")
+    images = batch_images(len(texts), count, seed)
+    latents = options.get("latents")
     if latents is not None:
-        shape = options.get("width", DEFAULT_RESOLUTION), options.get("height", DEFAULT_RESOLUTION)
-        expected = [len(images), *latent_shape(*shape, 1)[1:]]
+        expected = [len(images), *latent_shape(settings.width, settings.height, 1)[1:]]
         if list(latents.shape) != expected:
             raise InputError(f"latents: got the shape {list(latents.shape)}, expected {expected}")
-    inputs = ImageInputs(latents=latents, callback=callback)
-    return Workload(prompts or (), images, options.get("chunk"), encoded=encoded, inputs=inputs)
+    image_inputs = ImageInputs(latents=latents, callback=options.get("callback"))
+    workload = Workload(texts, images, options.get("chunk"), inputs=image_inputs)
+    request = prepare(workload, checkpoint, settings, devices, on_cluster)
+    if embeds.prompt_embeds is None:
+        return request
+    return request._replace(workload=workload._replace(encoded=encoded_prompts(embeds, request)))
 
 
-def one_or_more(prompts: str | Sequence[str] | None) -> Sequence[str] | None:
-    """Return a single prompt as a list."""
-    return [prompts] if isinstance(prompts, str) else prompts
-
-
-def collect(backend: Backend, workload: Workload, settings: SamplingSettings) -> torch.Tensor:
-    """Return the images of `workload` [N, 3, H, W], in its order.
+def collect(backend: Backend, request: Request) -> torch.Tensor:
+    """Return the images of `request` [N, 3, H, W], in its order.
 
     Raises FailedImagesError after all other images are generated.
     """
     images = torch.empty(0)
+    count, settings = len(request.workload.images), request.settings
     failed: dict[int, str] = {}
-    for image, pixels in backend(workload, settings):
+    for image, pixels in backend(request):
         if isinstance(pixels, FailedImage):
             failed[image.number] = pixels.reason
             continue
         if not len(images):
             # Only now, because wrong sizes are found before the first image.
-            images = torch.full((len(workload.images), *pixels.shape), math.nan)
+            images = torch.full((count, *pixels.shape), math.nan)
         images[image.number] = pixels
     if failed:
         if not len(images):
-            images = torch.full((len(workload.images), 3, settings.height, settings.width), math.nan)
+            images = torch.full((count, 3, settings.height, settings.width), math.nan)
         error = failed_images(failed, "the other images are in the attribute images of this error")
         error.images = images
         raise error
     return images
 
 
-def pick_images(
-    prompts: str | Sequence[str] | None,
-    checkpoint: str | Path,
-    seed: int,
-    options: Options,
-    best: Best,
-    backend: Backend,
-    devices: Sequence[str | torch.device] | None,
-) -> list[Pick]:
+def pick_images(backend: Backend, request: Request, best: Best) -> list[Pick]:
     """Return the best images of each prompt, prompt after prompt."""
-    settings, prompts = resolve_settings(find_settings(options), checkpoint), one_or_more(prompts)
-    workload = Workload(prompts or (), batch_images(len(prompts or ()), best.of, seed), options.get("chunk"))
     # Load the scorer before the batch takes the memory.
-    scorer = place_scorer(best, settings, devices)
+    scorer = place_scorer(best, request)
     picks: list[Pick] = []
     failure = None
     try:
-        picks.extend(generate_picks(backend, workload, settings, best, scorer))
+        picks.extend(generate_picks(backend, request, best, scorer))
     except FailedImagesError as error:
         failure = error
     picks.sort(key=lambda pick: (pick.image.prompt, pick.rank))
@@ -253,36 +245,26 @@ def pick_images(
 
 
 def find_backend(
-    checkpoint: str | Path,
-    devices: Sequence[str | torch.device] | None,
     cluster: str | ClusterSettings | None,
     on_status: OnStatus,
+    split: bool = False,
     report: WorkerReport | None = None,
     described: Json | None = None,
     shared: Hold | None = None,
 ) -> Backend:
-    """Return the function that generates a workload on the cluster's GPUs, or on `devices`.
+    """Return the function that generates the images of a request: on its devices, or on the cluster's GPUs.
 
-    `report` counts the images of each worker. `described` and `shared`: see `generate_on_cluster`.
+    `split`: all devices share each image. `report` counts the images of each worker. `described` and `shared`: see
+    `generate_on_cluster`.
     """
+    if split:
+        from .split.generate import generate_split
+
+        return generate_split
     if cluster is None:
-        return lambda workload, how: generate_local(workload, checkpoint, how, devices, report=report)
+        return lambda request: generate_local(request, report=report)
     from .cluster.batch import generate_on_cluster
-
-    where = cluster_settings(cluster)
-    return lambda workload, how: generate_on_cluster(
-        workload, checkpoint, how, where, described, report, shared, on_status
-    )
-
-
-def split_backend(checkpoint: str | Path, devices: Sequence[str | torch.device] | None) -> Backend:
-    """Return a function that generates a workload with all `devices` at each image."""
-    from .split.generate import generate_split
-
-    return lambda workload, how: generate_split(workload, checkpoint, how, devices)
-
-
-def cluster_settings(cluster: str | ClusterSettings) -> ClusterSettings:
     from .cluster.connection import ClusterSettings
 
-    return ClusterSettings(cluster) if isinstance(cluster, str) else cluster
+    where = ClusterSettings(cluster) if isinstance(cluster, str) else cluster
+    return lambda request: generate_on_cluster(request, where, described, report, shared, on_status)

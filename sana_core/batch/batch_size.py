@@ -7,23 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.checkpoint import Source
+from ..checkpoints import Checkpoint, find_part
 from ..checkpoints.configs import architecture
 from ..memory import MOST_PASSES, Passes, count_passes, transformer_bytes
 from ..model.known_models import Architecture
 from ..model.latents import latent_shape
 from ..runtime.accelerator import free_bytes
-from .pipeline import SamplingSettings
+from .pipeline import ResolvedSettings
 from .plan import LARGEST_CHUNK, samples_one_by_one
 
 # The part of the free memory that a chunk may use. The rest is for fragmentation and for other programs.
 SHARE = 0.8
-
-
-def find_architecture(checkpoint: Source) -> Architecture:
-    """Return the architecture of a checkpoint's transformer. Reads only the headers."""
-    return architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers)
 
 
 def images_that_fit(
@@ -56,22 +50,23 @@ def images_that_fit(
     return count
 
 
-def weight_bytes(checkpoint: Source, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")) -> int:
+def weight_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype, kinds: Sequence[str] = ("transformer", "autoencoder")
+) -> int:
     """Return the bytes that these parts of a checkpoint have in `dtype`. Reads only the headers."""
-    info = inspect_checkpoint(checkpoint)
-    parts = [find_part(info, kind) for kind in kinds]
+    parts = [find_part(checkpoint, kind) for kind in kinds]
     return sum(math.prod(header.shape) for part in parts for header in part.headers.values()) * dtype.itemsize
 
 
-def has_room_for_encoder(checkpoint: Source, settings: SamplingSettings, device: torch.device) -> bool:
+def has_room_for_encoder(checkpoint: Checkpoint, settings: ResolvedSettings, device: torch.device) -> bool:
     """Whether the text encoder fits into the free memory of `device`."""
     needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
     return needed <= SHARE * free_bytes(device)
 
 
 def largest_chunk(
-    checkpoint: Source,
-    settings: SamplingSettings,
+    checkpoint: Checkpoint,
+    settings: ResolvedSettings,
     device: torch.device,
     loaded: bool = False,
     prompts: int = LARGEST_CHUNK,
@@ -84,5 +79,5 @@ def largest_chunk(
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
     passes = count_passes(settings.guidance, settings.pag_scale != 0, settings.guidance_interval)
-    size = settings.width, settings.height
-    return images_that_fit(device, room, find_architecture(checkpoint), *size, dtype, prompts, passes)
+    size, model = (settings.width, settings.height), architecture(find_part(checkpoint, "transformer").headers)
+    return images_that_fit(device, room, model, *size, dtype, prompts, passes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -17,15 +17,14 @@ from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import CheckpointError, InputError
 from ..runtime.checks import RENAME, check_text, check_whole
 from ..runtime.text import Json
-from .local import local_devices
-from .pipeline import SamplingSettings
+from .pipeline import Request
 from .plan import LARGEST_COUNT, FailedImage, Generated, ImageSpec, Workload, failed_images
 from .scorer import Scorer, load_scorer
 
 logger = logging.getLogger(__name__)
 
-# Generates the images of a workload with these settings.
-Backend = Callable[[Workload, SamplingSettings], Generator[Generated, None, None]]
+# Generates the images of a request, on the devices of this machine or on a cluster.
+Backend = Callable[[Request], Generator[Generated, None, None]]
 
 
 class Best(NamedTuple):
@@ -77,10 +76,11 @@ def find_best(keep: int | None, of: int | None, scorer: str | Path | None, count
     return Best(int(keep), int(of), Path(scorer))
 
 
-def place_scorer(best: Best, settings: SamplingSettings, devices: Sequence[str | torch.device] | None) -> Scorer:
-    """Load the scorer on the first of `devices`, or without them on the first device of this machine."""
-    device = local_devices(devices)[0]
-    return load_scorer(best.scorer, device, torch.float32 if device.type == "cpu" else getattr(torch, settings.dtype))
+def place_scorer(best: Best, request: Request) -> Scorer:
+    """Load the scorer on the first device of the request."""
+    device = request.devices[0]
+    dtype = torch.float32 if device.type == "cpu" else getattr(torch, request.settings.dtype)
+    return load_scorer(best.scorer, device, dtype)
 
 
 def best_first(score: float) -> float:
@@ -88,9 +88,7 @@ def best_first(score: float) -> float:
     return -score if math.isfinite(score) else math.inf
 
 
-def generate_picks(
-    backend: Backend, workload: Workload, settings: SamplingSettings, best: Best, scorer: Scorer
-) -> Generator[Pick, None, None]:
+def generate_picks(backend: Backend, request: Request, best: Best, scorer: Scorer) -> Generator[Pick, None, None]:
     """Yield the best images of each prompt in the order of their ranks, as soon as all images of the prompt are scored.
 
     Only the best images so far stay in memory. Of equal scores the lower seed ranks first, so the choice does not
@@ -104,7 +102,7 @@ def generate_picks(
     incomplete = False
     images_seen: Counter[int] = Counter()
     best_so_far: defaultdict[int, list[Pick]] = defaultdict(list)
-    with closing(backend(workload, settings)) as generated:
+    with closing(backend(request)) as generated:
         for image, pixels in generated:
             ranked = best_so_far[image.prompt]
             images_seen[image.prompt] += 1
@@ -112,7 +110,7 @@ def generate_picks(
                 failed[image.number] = pixels.reason
                 logger.warning("image of prompt %d, seed %d failed: %s", image.prompt, image.seed, pixels.reason)
             else:
-                score = float(scorer.score(pixels[None], workload.prompts[image.prompt])[0])
+                score = float(scorer.score(pixels[None], request.workload.prompts[image.prompt])[0])
                 if math.isfinite(score):
                     finite += 1
                 else:

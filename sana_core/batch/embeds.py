@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from ..checkpoints import find_part, inspect_checkpoint
-from ..checkpoints.checkpoint import Source
+from ..checkpoints import Checkpoint, find_part
 from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward import longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
 from ..model.reference import RULES
 from ..sampling.samplers import find_sampler
-from .local import local_devices
-from .pipeline import SamplingSettings, encode_negative, load_encoder
+from .pipeline import Request, encode_negative, load_encoder
 from .plan import Embedding
 
 
@@ -28,9 +26,9 @@ class Embeds(NamedTuple):
     negative_prompt_embeds: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
 
-    def check(self, checkpoint: Source) -> None:
+    def check(self, checkpoint: Checkpoint) -> None:
         """Raise InputError for shapes that the model of `checkpoint` does not take, and for a missing mask."""
-        width = config_of(find_part(inspect_checkpoint(checkpoint), "transformer")).caption_channels
+        width = config_of(find_part(checkpoint, "transformer")).caption_channels
         for name, mask_name in (self._fields[:2], self._fields[2:]):
             embeds, mask = getattr(self, name), getattr(self, mask_name)
             if (embeds is None) != (mask is None):
@@ -50,26 +48,22 @@ class Embeds(NamedTuple):
             raise InputError("negative_prompt_embeds: got different rows, expected one negative prompt for all images")
 
 
-def encoded_prompts(
-    embeds: Embeds, settings: SamplingSettings, checkpoint: Source, devices: Sequence[str | torch.device] | None
-) -> tuple[Mapping[str, Embedding], Embedding]:
-    """Return {name: embedding} and the negative embedding, on the CPU.
+def encoded_prompts(embeds: Embeds, request: Request) -> tuple[Mapping[str, Embedding], Embedding]:
+    """Return {prompt of the request: embedding} and the negative embedding, on the CPU. `embeds` are checked.
 
-    If the negative prompt is needed and missing, encode `settings.negative_prompt` on the first device. Raises
-    InputError as `Embeds.check` does, and what `load_encoder` does.
+    If the negative prompt is needed and missing, the first device encodes the negative prompt of the settings.
     """
-    embeds.check(checkpoint)
     assert embeds.prompt_embeds is not None and embeds.prompt_attention_mask is not None
-    texts = {}
-    for number, (row, mask) in enumerate(zip(embeds.prompt_embeds, embeds.prompt_attention_mask, strict=True)):
+    settings, texts = request.settings, {}
+    rows = zip(request.workload.prompts, embeds.prompt_embeds, embeds.prompt_attention_mask, strict=True)
+    for name, row, mask in rows:
         length = longest_prompt(mask[None])
-        texts[f"prompt_embeds[{number}]"] = row[None, :length].to("cpu", copy=True), mask[None, :length].cpu()
+        texts[name] = row[None, :length].to("cpu", copy=True), mask[None, :length].cpu()
     if embeds.negative_prompt_embeds is not None and embeds.negative_prompt_attention_mask is not None:
         return texts, (embeds.negative_prompt_embeds[:1].cpu(), embeds.negative_prompt_attention_mask[:1].cpu())
-    assert settings.sampler is not None and settings.guidance is not None
     guidance = find_sampler(settings.sampler).effective_guidance(RULES[settings.reference], settings.guidance)
     if settings.sampler == SPRINT or guidance == 1:
         # The negative prompt has no pass.
-        return texts, texts["prompt_embeds[0]"]
-    encoder = load_encoder(checkpoint, local_devices(devices)[0], settings.dtype, settings.reference)
+        return texts, next(iter(texts.values()))
+    encoder = load_encoder(request.checkpoint, request.devices[0], settings.dtype, settings.reference)
     return texts, encode_negative(encoder, settings.negative_prompt)

@@ -34,7 +34,7 @@ class Action(Enum):
 
 
 @dataclass
-class Session:
+class EncodingSession:
     """One worker has the text encoder and encodes prompts."""
 
     device: Hashable
@@ -63,7 +63,7 @@ class EncodingPlan(Generic[Text]):
         # Prompt: how many of its images are not finished.
         self.unfinished = Counter(prompts)
         # Worker name: its session.
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, EncodingSession] = {}
         self.first = self.last_size = first
         self.next_size = first
 
@@ -114,7 +114,7 @@ class EncodingPlan(Generic[Text]):
         return len(self.texts) + sum(session.budget for session in self.sessions.values()) < LARGEST_STOCK
 
     def begin(self, worker: str, device: Hashable, now: float) -> None:
-        self.sessions[worker] = Session(device, self.next_size, now)
+        self.sessions[worker] = EncodingSession(device, self.next_size, now)
         self.last_size, self.next_size = self.next_size, min(2 * self.next_size, LARGEST_SESSION)
 
     def next_prompt(self, worker: str, needed: Collection[str], now: float) -> str | None:

@@ -62,11 +62,11 @@ class OutputFolder:
         prompts, and for other files with the name of an image of this batch.
         """
         document = read_manifest(self.path)
-        known = {name: entry for name, entry in document["pictures"].items() if (self.path / name).is_file()}
-        if known and document["settings"] != self.settings:
-            name, entry = next(iter(known.items()))
+        listed = {name: entry for name, entry in document["images"].items() if (self.path / name).is_file()}
+        if listed and document["settings"] != self.settings:
+            name, entry = next(iter(listed.items()))
             raise self.mismatch(self.path / name, entry, document["settings"])
-        self.entries, self.claims, done = dict(known), document["claims"], set()
+        self.entries, self.claims, done = dict(listed), document["claims"], set()
         for count, image in enumerate(images):
             progress(count)
             name = file_name(image)
@@ -79,9 +79,9 @@ class OutputFolder:
             data = patiently(file.read_bytes)
             digest = digest_of(data)
             # Decoding a PNG takes long. An image in the manifest is complete if the digest of its file is the same.
-            entry = known[name] if known.get(name, {}).get("sha256") == digest else read_entry(data)
+            entry = listed[name] if listed.get(name, {}).get("sha256") == digest else read_entry(data)
             if entry is None:
-                if not (is_damaged(data) and (name in known or self.is_claimed(image))):
+                if not (is_damaged(data) and (name in listed or self.is_claimed(image))):
                     raise InputError(f"out: {file} is not of this batch; choose another folder, or remove it")
                 remove(file)
                 self.entries.pop(name, None)
@@ -154,7 +154,7 @@ class OutputFolder:
         path = self.path / MANIFEST
         if path.exists() and (self.manifest is None or not self.manifest.is_still(path)):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
-        document = {"settings": self.settings, "claims": self.claims, "pictures": dict(sorted(self.entries.items()))}
+        document = {"settings": self.settings, "claims": self.claims, "images": dict(sorted(self.entries.items()))}
         data = json.dumps(document, indent=1, allow_nan=False).encode()
         write_whole(path, data, self.held.run, replace=True)
         sync_folder(self.path)
@@ -185,18 +185,16 @@ def read_manifest(folder: Path) -> Json:
         if not S_ISREG(path.stat().st_mode):
             raise ValueError
         document = parse_finite(patiently(path.read_bytes))
-        settings, images, claims = document["settings"], document["pictures"], document.get("claims", [])
+        settings, images, claims = document["settings"], document["images"], document["claims"]
         ours = settings.keys() >= KNOWN_BY and all("key" in entry for entry in images.values())
-        # Claims of older versions begin at the first prompt.
-        claims = [[0, *claim] if len(claim) == 3 else claim for claim in claims]
         ours = ours and all([type(number) for number in claim] == [int] * 4 for claim in claims)
     except FileNotFoundError:
-        return {"settings": {}, "claims": [], "pictures": {}}
+        return {"settings": {}, "claims": [], "images": {}}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = False
     if not ours:
         raise InputError(f"out: {path} is not of a batch; choose another folder, or move it away")
-    return {"settings": settings, "claims": claims, "pictures": images}
+    return {"settings": settings, "claims": claims, "images": images}
 
 
 class ManifestVersion(NamedTuple):

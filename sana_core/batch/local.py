@@ -13,17 +13,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..checkpoints import inspect_checkpoint
-from ..checkpoints.checkpoint import Source
 from ..errors import CheckpointError, InputError, SanaError, first_line
-from ..model.fp8 import check_fp8
-from ..runtime.accelerator import (
-    current_accelerator,
-    is_driver_error,
-    is_out_of_memory,
-    release_memory_of,
-    set_current_device,
-)
+from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, Polled, no_poll
 from .batch_size import has_room_for_encoder, largest_chunk
 from .encoding import Action, EncodingPlan
@@ -32,16 +23,14 @@ from .pipeline import (
     Conditioning,
     Embedding,
     Models,
-    SamplingSettings,
-    check_prompts,
+    Request,
     encode_negative,
     encode_text,
     generate_chunk,
     load_encoder,
     load_models,
-    resolve_settings,
 )
-from .plan import Chunk, FailedImage, Generated, Step, Workload
+from .plan import Chunk, FailedImage, Generated, Step
 from .progress import WorkerReport
 from .queue import Queue
 
@@ -122,22 +111,15 @@ class LocalPool(Generic[R]):
         for thread in self.threads.values():
             thread.start()
 
-    def poll(self) -> None:
-        """Raise Cancelled once the batch has ended."""
-        if self.cancelled.is_set():
-            raise Cancelled
-
-    def poll_while_loading(self, worker: str) -> None:
-        self.poll()
-        if worker in self.loading:
-            self.loading[worker] = time.monotonic()
-
     def work(self, name: str, device: torch.device, inbox: SimpleQueue[Chunk | None], cores: int | None) -> None:
         """The work of one thread: prepare, then generate chunks until the inbox contains None."""
         chunk: Chunk = ()
 
         def poll() -> None:
-            self.poll_while_loading(name)
+            if self.cancelled.is_set():
+                raise Cancelled
+            if name in self.loading:
+                self.loading[name] = time.monotonic()
 
         try:
             if cores is not None:
@@ -278,36 +260,6 @@ def locked(lock: threading.Lock, poll: Poll) -> Iterator[None]:
         lock.release()
 
 
-def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
-    """Return `devices` as torch devices. None: all accelerators, or the CPU.
-
-    A device that this machine lacks is left out with a log. Raises InputError where none is left, and for names that
-    torch does not know.
-    """
-    kind = current_accelerator()
-    own = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
-    if devices is None:
-        return own or [torch.device("cpu")]
-    found = []
-    for name in devices:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            known = f"names like cpu or {own[0] if own else 'cpu'}"
-            raise InputError(f"devices: got {name!r:.40}, expected {known}") from None
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, 0)
-        if device.type == "cpu" or device in own:
-            found.append(device)
-        else:
-            logger.warning("batch: this machine has no %s; going on without it", device)
-    if not found:
-        raise InputError(
-            f"devices: got {', '.join(map(str, devices)):.80}, expected some of cpu {' '.join(map(str, own))}"
-        )
-    return found
-
-
 class DeviceModels:
     """The models on one device, which all threads of the device share."""
 
@@ -363,16 +315,9 @@ class DeviceModels:
 class LocalGeneration:
     """The state that the threads of generate_local() share: the models on each device, and the encoded prompts."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        checkpoint: Source,
-        settings: SamplingSettings,
-        chunks: Sequence[Chunk],
-        devices: Sequence[torch.device],
-    ) -> None:
-        self.prompts, self.checkpoint, self.settings = workload.prompts, checkpoint, settings
-        self.devices = list(dict.fromkeys(devices))
+    def __init__(self, request: Request, chunks: Sequence[Chunk]) -> None:
+        workload, self.checkpoint, self.settings, devices = request
+        self.prompts, self.devices = workload.prompts, list(dict.fromkeys(devices))
         self.inputs, self.callback = workload.inputs, workload.inputs.callback
         if self.callback is not None:
             self.inputs = self.inputs._replace(callback=self.call_back)
@@ -583,40 +528,28 @@ class LocalGeneration:
 
 
 def generate_local(
-    workload: Workload,
-    checkpoint: Source,
-    settings: SamplingSettings,
-    devices: Sequence[str | torch.device] | None = None,
-    grace: float = GRACE,
-    report: WorkerReport | None = None,
+    request: Request, grace: float = GRACE, report: WorkerReport | None = None
 ) -> Generator[Generated, None, None]:
-    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], or a FailedImage, as they finish.
+    """Yield each image of `request` with its pixels [3, H, W] in [-1, 1], or a FailedImage, as they finish.
 
     Every device encodes prompts, see encoding.py, and generates images. If memory is short, the text encoder takes the
     place of the models on its device. A chunk counts as hanging after `grace` seconds at the earliest. Closing the
     iterator stops all devices within a step. `report` shows which worker generates how many images.
 
-    Raises InputError for prompts that no encoding can carry, settings out of range and devices that are not there;
-    CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded. Raises InputError if all
+    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded, and InputError if all
     images fail.
     """
-    check_prompts(workload.prompts)
-    used_devices = local_devices(devices)
-    if settings.fp8:
-        for device in used_devices:
-            check_fp8(device)
-    checkpoint = inspect_checkpoint(checkpoint)
-    settings = resolve_settings(settings, checkpoint)
-    limits = [None] * len(used_devices) if workload.chunk else find_limits(used_devices, checkpoint, settings, workload)
-    used_devices = [device for device, limit in zip(used_devices, limits, strict=True) if limit != 0]
-    chunks = workload.split(settings.width, settings.height, len(used_devices))
+    workload, _, settings, devices = request
+    limits = [None] * len(devices) if workload.chunk else find_limits(request)
+    devices = [device for device, limit in zip(devices, limits, strict=True) if limit != 0]
+    chunks = workload.split(settings.width, settings.height, len(devices))
     queue = Queue(chunks)
     if report is not None:
         report.finished = queue.finished
     if not chunks:
         return
-    generation = LocalGeneration(workload, checkpoint, settings, chunks, used_devices)
-    with closing(LocalPool(used_devices, generation.prepare, before_chunk=generation.before_chunk)) as pool:
+    generation = LocalGeneration(request._replace(devices=devices), chunks)
+    with closing(LocalPool(devices, generation.prepare, before_chunk=generation.before_chunk)) as pool:
         if report is not None:
             report.ready = pool.inboxes
         for worker, limit in zip(list(pool.threads), [limit for limit in limits if limit != 0], strict=True):
@@ -628,19 +561,17 @@ def generate_local(
             yield image, result
 
 
-def find_limits(
-    devices: Sequence[torch.device], checkpoint: Source, settings: SamplingSettings, workload: Workload
-) -> list[int]:
+def find_limits(request: Request) -> list[int]:
     """Return how many images each device can generate at once, and 0 for a device that fails already.
 
     Raises the error of the last device if all of them fail.
     """
-    prompts = workload.count_prompts()
+    prompts = request.workload.count_prompts()
     limits: list[int] = []
     failed: BaseException | None = None
-    for device in devices:
+    for device in request.devices:
         try:
-            limits.append(largest_chunk(checkpoint, settings, device, prompts=prompts))
+            limits.append(largest_chunk(request.checkpoint, request.settings, device, prompts=prompts))
         except Exception as error:
             # A device that other programs have filled has no memory for the question either.
             if not is_driver_error(error) and not is_out_of_memory(error):

@@ -44,7 +44,7 @@ class Outcome(Generic[R]):
     seconds: float | None = None
 
 
-class Pool(Protocol[R]):
+class WorkerPool(Protocol[R]):
     """Workers of one kind. A worker that was lost is no longer among `workers`."""
 
     # How many chunks a worker may have at once.
@@ -68,7 +68,7 @@ class Pool(Protocol[R]):
         """Return the seconds of the pool's clock."""
 
 
-def run_batch(queue: Queue, pool: Pool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+def run_batch(queue: Queue, pool: WorkerPool[R], grace: float = GRACE) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
     """Yield each image of `queue` once with its result, in the order in which they finish.
 
     If memory runs out for a chunk, it is generated in halves. If its worker is lost or hangs, another worker generates
@@ -143,7 +143,9 @@ def stop_if_all_fail(
             )
 
 
-def handle_outcome(outcome: Outcome[R], queue: Queue, pool: Pool[R]) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
+def handle_outcome(
+    outcome: Outcome[R], queue: Queue, pool: WorkerPool[R]
+) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
     """Record the end of a chunk. Yields its images, except images that another worker has finished before."""
     worker, chunk, error = outcome.worker, outcome.chunk, outcome.error
     if error is not None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..checkpoints import find_part, follow, inspect_checkpoint, load_autoencoder, load_text_encoder, load_transformer
+from ..checkpoints import (
+    Checkpoint,
+    find_part,
+    follow,
+    inspect_checkpoint,
+    load_autoencoder,
+    load_text_encoder,
+    load_transformer,
+)
 from ..checkpoints.checkpoint import Source
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module, config_of
@@ -17,19 +25,20 @@ from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
 from ..model.forward import longest_prompt
-from ..model.fp8 import quantise_products
-from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, Defaults, model_defaults
+from ..model.fp8 import check_fp8, quantise_products
+from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS
 from ..model.latents import check_patches, latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
 from ..model.text import TextEncoder, encode_prompts
+from ..runtime.accelerator import current_accelerator
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
-from ..sampling.guidance import ControlledModel, ShardedModel, check_sampling, denoiser, perturbed_attention
+from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
-from ..sampling.samplers import Denoiser, StepState, find_sampler
+from ..sampling.samplers import StepState, find_sampler
 from ..sampling.schedules import shift_sigmas
-from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, samples_one_by_one
+from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, Workload, samples_one_by_one
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
@@ -71,7 +80,82 @@ class SamplingSettings(NamedTuple):
     fp8: bool = False
 
 
-def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> SamplingSettings:
+class ResolvedSettings(SamplingSettings):
+    """Settings that `resolve_settings` has checked and completed for one model. They contain no None."""
+
+    steps: int
+    guidance: float
+    sampler: str
+
+
+class Request(NamedTuple):
+    """Everything that `prepare` has checked and resolved before anything is loaded. Nobody below does so again.
+
+    Each way of generating takes a Request and yields its images: `generate_local`, `generate_split` and
+    `generate_on_cluster` encode, sample and decode with the same functions of this file.
+    """
+
+    workload: Workload
+    checkpoint: Checkpoint
+    settings: ResolvedSettings
+    # Devices of this machine. If a cluster generates the images, only a scorer uses them.
+    devices: Sequence[torch.device]
+
+
+def prepare(
+    workload: Workload,
+    checkpoint: Source,
+    settings: SamplingSettings,
+    devices: Sequence[str | torch.device] | None = None,
+    on_cluster: bool = False,
+) -> Request:
+    """Check the prompts, find the devices, inspect the checkpoint, and resolve the settings.
+
+    `devices`: see `local_devices`. Raises InputError for prompts that UTF-8 cannot encode, for devices that do not
+    exist or cannot multiply in fp8, and as `resolve_settings` does. Raises CheckpointError, MissingFileError or
+    ReadError for a checkpoint that cannot be loaded.
+    """
+    for number, prompt in enumerate(workload.prompts, 1):
+        check_text(f"prompt {number}", prompt)
+    own_devices = local_devices(devices)
+    if settings.fp8 and not on_cluster:
+        for device in own_devices:
+            check_fp8(device)
+    checkpoint = inspect_checkpoint(checkpoint)
+    return Request(workload, checkpoint, resolve_settings(settings, checkpoint), own_devices)
+
+
+def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
+    """Return `devices` as torch devices. None: all accelerators, or the CPU.
+
+    A device that this machine lacks is left out with a warning. Raises InputError if no device is left, and for names
+    that torch does not know.
+    """
+    kind = current_accelerator()
+    accelerators = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
+    if devices is None:
+        return accelerators or [torch.device("cpu")]
+    usable = []
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            example = accelerators[0] if accelerators else "cpu"
+            raise InputError(f"devices: got {name!r:.40}, expected names like cpu or {example}") from None
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, 0)
+        if device.type == "cpu" or device in accelerators:
+            usable.append(device)
+        else:
+            logger.warning("batch: this machine has no %s; going on without it", device)
+    if not usable:
+        raise InputError(
+            f"devices: got {', '.join(map(str, devices)):.80}, expected some of cpu {' '.join(map(str, accelerators))}"
+        )
+    return usable
+
+
+def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> ResolvedSettings:
     """Return the settings with the defaults of the checkpoint's model in place of None. Reads only the headers.
 
     Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
@@ -79,18 +163,11 @@ def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> Sampling
     """
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
     config = config_of(info)
-    defaults = model_defaults(config)
-    settings = settings._replace(
-        sampler=settings.sampler or defaults.sampler,
-        steps=defaults.steps if settings.steps is None else settings.steps,
-        guidance=defaults.guidance if settings.guidance is None else settings.guidance,
-        reference=info.reference,
-        loras=tuple((str(Path(file).absolute()), strength) for file, strength in settings.loras),
-    )
-    assert settings.sampler is not None and settings.steps is not None and settings.guidance is not None
     check_text("negative_prompt", settings.negative_prompt)
     check_patches("size", latent_shape(settings.width, settings.height, 1), config.patch_size)
-    check_sampling(config, Defaults(settings.sampler, settings.steps, settings.guidance))
+    chosen = choose_sampling(config, settings.sampler, settings.steps, settings.guidance)
+    loras = tuple((str(Path(file).absolute()), strength) for file, strength in settings.loras)
+    settings = settings._replace(**chosen._asdict(), reference=info.reference, loras=loras)
     check_number("guidance_interval", settings.guidance_interval[0], 0, 1)
     check_number("guidance_interval", settings.guidance_interval[1], settings.guidance_interval[0], 1)
     if settings.pag_scale:
@@ -115,13 +192,7 @@ def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> Sampling
     check_name("dtype", settings.dtype, DTYPES)
     if settings.fp8 and settings.dtype != "bfloat16":
         raise InputError(f"fp8: got it with dtype {settings.dtype}, expected bfloat16; choose that, or leave it out")
-    return settings
-
-
-def check_prompts(prompts: Iterable[str]) -> None:
-    """Raise InputError for a prompt that UTF-8 cannot encode."""
-    for number, prompt in enumerate(prompts, 1):
-        check_text(f"prompt {number}", prompt)
+    return ResolvedSettings._make(settings)
 
 
 def encode_text(encoder: TextEncoder, prompt: str, instruction: bool) -> Embedding:
@@ -171,10 +242,10 @@ class Models(NamedTuple):
 
 
 def load_models(
-    checkpoint: Source,
+    checkpoint: Checkpoint,
     device: torch.device,
-    settings: SamplingSettings,
-    autoencoder: Source | None = None,
+    settings: ResolvedSettings,
+    autoencoder: Checkpoint | None = None,
     resolution: int | None = None,
 ) -> Models:
     """Load the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and fp8 of `settings`, and the
@@ -188,8 +259,7 @@ def load_models(
     if settings.fp8:
         quantise_products(transformer)
     decoder = None if autoencoder is None else load_decoder(autoencoder, device, settings.dtype)
-    shift = shift_of(inspect_checkpoint(checkpoint), resolution, settings.reference)
-    return Models(transformer, decoder, shift)
+    return Models(transformer, decoder, shift_of(checkpoint, resolution, settings.reference))
 
 
 def stack_texts(texts: Sequence[Embedding]) -> Embedding:
@@ -212,7 +282,7 @@ class Conditioning(NamedTuple):
 @torch.no_grad()
 def sample(
     models: Models,
-    settings: SamplingSettings,
+    settings: ResolvedSettings,
     chunk: Chunk,
     prompts: Conditioning,
     poll: Poll = no_poll,
@@ -221,16 +291,33 @@ def sample(
 ) -> torch.Tensor:
     """Return the latents [n, 32, H / 32, W / 32] of a chunk, float32 in the model's scale.
 
-    `settings` come from `resolve_settings`. `poll` is called every step and cancels by raising. Without a ControlNet,
-    `sharded` may compute the model on several devices.
+    `poll` is called every step and cancels by raising. Without a ControlNet, `sharded` may compute the model on several
+    devices.
     """
     transformer = models.transformer
-    parts = list(split_chunk(models, chunk, prompts, images))
-    if len(parts) > 1:
-        return torch.cat([sample(models, settings, part, texts, poll, inputs) for part, texts, inputs in parts])
-    assert settings.sampler is not None and settings.steps is not None
+    if len(chunk) > 1 and samples_one_by_one(transformer.device):
+        latents_of_images = []
+        for row, image in enumerate(chunk):
+            control = images.control
+            if control is not None and len(control.latents) > 1:
+                control = control._replace(latents=control.latents[row : row + 1])
+            text, inputs = prompts._replace(texts=prompts.texts[row : row + 1]), images._replace(control=control)
+            latents_of_images.append(sample(models, settings, (image,), text, poll, inputs))
+        return torch.cat(latents_of_images)
     sampler, reference = find_sampler(settings.sampler), reference_of(transformer)
-    model = guided(models, settings, prompts, images, sharded)
+    perturbed = None
+    if settings.pag_scale:
+        perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
+    ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
+    model = denoiser(
+        sharded or ControlledModel(transformer, images.control, settings.compiled),
+        stack_texts(prompts.texts),
+        stack_texts([prompts.negative]),
+        sampler.effective_guidance(reference, settings.guidance),
+        sampler.whole_timesteps,
+        perturbed,
+        (ends[0], ends[1]),
+    )
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])
     # With given latents, the first noise is skipped, so that samplers that add noise later get the same noise.
@@ -253,40 +340,6 @@ def sample(
     latents = sampler.sample(model, start, sigmas, callback=before_step, **sampler.options(reference, noise))
     show(len(sigmas) - 1, latents)
     return latents
-
-
-def guided(
-    models: Models, settings: SamplingSettings, prompts: Conditioning, images: ImageInputs, sharded: ShardedModel | None
-) -> Denoiser:
-    """Return the denoiser of `sample`, with its guidance."""
-    assert settings.sampler is not None and settings.guidance is not None
-    transformer, sampler = models.transformer, find_sampler(settings.sampler)
-    ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
-    perturbed = None
-    if settings.pag_scale:
-        perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
-    return denoiser(
-        sharded or ControlledModel(transformer, images.control, settings.compiled),
-        stack_texts(prompts.texts),
-        stack_texts([prompts.negative]),
-        sampler.effective_guidance(reference_of(transformer), settings.guidance),
-        sampler.whole_timesteps,
-        perturbed,
-        (ends[0], ends[1]),
-    )
-
-
-def split_chunk(
-    models: Models, chunk: Chunk, prompts: Conditioning, images: ImageInputs
-) -> Iterator[tuple[Chunk, Conditioning, ImageInputs]]:
-    """Yield the parts of a chunk that are sampled as one batch, with their prompts and their other inputs."""
-    size = 1 if samples_one_by_one(models.transformer.device) else len(chunk)
-    control = images.control
-    for first in range(0, len(chunk), size):
-        part = slice(first, first + size)
-        if control is not None and len(control.latents) > 1:
-            images = images._replace(control=control._replace(latents=control.latents[part]))
-        yield chunk[part], prompts._replace(texts=prompts.texts[part]), images
 
 
 @torch.no_grad()
@@ -330,7 +383,7 @@ def decode_each(
 
 def generate_chunk(
     models: Models,
-    settings: SamplingSettings,
+    settings: ResolvedSettings,
     chunk: Chunk,
     prompts: Conditioning,
     poll: Poll = no_poll,

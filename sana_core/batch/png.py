@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints import Checkpoint
 from ..checkpoints.fingerprint import OnBytes, fingerprint
 from ..runtime.atomic_files import digest_of, patiently, write_whole
 from ..runtime.checks import RENAME, check_text
@@ -19,7 +20,7 @@ from ..runtime.image_files import levels, write_png
 from ..runtime.text import Json
 from .graph import ENTRY as GRAPH
 from .graph import graph_of
-from .pipeline import SamplingSettings
+from .pipeline import ResolvedSettings
 from .plan import ImageSpec
 
 # Name of the text entry in the PNG.
@@ -41,7 +42,7 @@ def describe_image(prompt: str, seed: int, settings: Json) -> Json:
 
 
 def describe_settings(
-    settings: SamplingSettings, checkpoint: str | Path, progress: OnBytes = lambda count, total: None
+    settings: ResolvedSettings, checkpoint: Checkpoint, progress: OnBytes = lambda count, total: None
 ) -> Json:
     """Return everything that an image depends on, except prompt and seed.
 
@@ -49,13 +50,10 @@ def describe_settings(
     that were read, and their total. It cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a
     checkpoint that is broken or incomplete, and InputError for a name that UTF-8 cannot encode.
     """
-    for field, file in (("checkpoint", checkpoint), *(("lora", file) for file, _ in settings.loras)):
-        check_text(field, Path(file).name, RENAME)
+    for field, file in (("checkpoint", checkpoint.path), *(("lora", Path(file)) for file, _ in settings.loras)):
+        check_text(field, file.name, RENAME)
     described = settings._asdict()
     del described["compiled"], described["loras"]
-    if not described["fp8"]:
-        # So that folders from before this option can be resumed.
-        del described["fp8"]
     if settings.loras:
         described["loras"] = [
             {"file": Path(file).name, "strength": strength, **fingerprint(file)} for file, strength in settings.loras

@@ -17,6 +17,7 @@ from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
 from ..runtime.text import Json
 from . import Checkpoint, inspect_checkpoint
+from .checkpoint import Source
 from .generation import shift_of, text_reference
 from .load import build_module
 from .lora import peft_file
@@ -36,7 +37,7 @@ OnBytes = Callable[[int, int], None]
 
 
 def fingerprint(
-    checkpoint: str | Path,
+    checkpoint: Source,
     progress: OnBytes = lambda done, total: None,
     kept: Path | None = None,
     reference: str = AUTO,

@@ -48,10 +48,10 @@ class Actor:
         self.warnings = BufferingHandler(1000)
         self.warnings.setLevel(logging.WARNING)
         logging.getLogger(PACKAGE).addHandler(self.warnings)
-        self.images = metrics.Counter("sana_pictures", description="images generated")
+        self.images = metrics.Counter("sana_images", description="images generated")
         self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
         self.seconds = metrics.Histogram(
-            "sana_seconds_per_picture", description="seconds for an image", boundaries=BOUNDARIES
+            "sana_seconds_per_image", description="seconds for an image", boundaries=BOUNDARIES
         )
 
     def locate(self) -> tuple[str, str, dict[str, str]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
 from ..batch.loop import Outcome, run_batch, stop_if_all_fail
-from ..batch.pipeline import SamplingSettings, check_prompts, resolve_settings
+from ..batch.pipeline import Request
 from ..batch.plan import Chunk, FailedImage, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
@@ -26,30 +25,26 @@ from .session import run_alone
 from .worker import Job
 
 
-def make_job(workload: Workload, checkpoint: str | Path, settings: SamplingSettings) -> Job:
+def make_job(request: Request) -> Job:
     """Return the job for the actors. The checkpoint is at the same path on every machine.
 
-    Raises InputError for prompts that UTF-8 cannot encode and settings out of range, CheckpointError, MissingFileError
-    or ReadError for a checkpoint that cannot be loaded.
+    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
     """
-    check_prompts(workload.prompts)
-    path = str(Path(checkpoint).absolute())
-    settings = resolve_settings(settings, path)
-    weights = {file: fingerprint(file) for file in (path, *(lora for lora, _ in settings.loras))}
-    return Job(settings, weights, path, path, path, prompts=workload.count_prompts())
+    path = str(request.checkpoint.path.absolute())
+    weights = {path: fingerprint(request.checkpoint)}
+    weights |= {file: fingerprint(file) for file, _ in request.settings.loras}
+    return Job(request.settings, weights, path, path, path, prompts=request.workload.count_prompts())
 
 
 def generate_on_cluster(
-    workload: Workload,
-    checkpoint: str | Path,
-    settings: SamplingSettings,
+    request: Request,
     cluster: ClusterSettings,
     described: Json | None = None,
     report: WorkerReport | None = None,
     shared: Hold | None = None,
     on_status: OnStatus = no_status,
 ) -> Generator[Generated, None, None]:
-    """Yield each image of `workload` as it finishes, generated on the GPUs of a Ray cluster.
+    """Yield each image of `request` as it finishes, generated on the GPUs of a Ray cluster.
 
     An image is one of these:
 
@@ -64,7 +59,7 @@ def generate_on_cluster(
     Raises the errors of `make_job`, InputError if Ray is not installed, ClusterError if no cluster or no GPU of it can
     be reached, and the error of a machine if none is left.
     """
-    job = make_job(workload, checkpoint, settings)._replace(described=described)
+    workload, job = request.workload, make_job(request)._replace(described=described)
     if shared is not None:
         job = job._replace(shared=(str(shared.folder.absolute()), shared.run.name))
     worker_report = WorkerReport() if report is None else report

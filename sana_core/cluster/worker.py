@@ -18,7 +18,7 @@ from ..batch.pipeline import (
     Conditioning,
     Embedding,
     ImageInputs,
-    SamplingSettings,
+    ResolvedSettings,
     decode_each,
     encode_negative,
     encode_text,
@@ -28,6 +28,7 @@ from ..batch.pipeline import (
 )
 from ..batch.plan import LARGEST_CHUNK, Chunk, FailedImage, ImageSpec
 from ..batch.png import encode_png, file_name, write_image
+from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError
 from ..model.fp8 import check_fp8
@@ -50,7 +51,7 @@ class Job(NamedTuple):
     mask of the image that all start from, if any.
     """
 
-    settings: SamplingSettings
+    settings: ResolvedSettings
     weights: Mapping[str, Json]
     transformer: str
     autoencoder: str | None = None
@@ -71,7 +72,7 @@ class Job(NamedTuple):
 
 def unpack(payload: Json) -> Job:
     """Return the job of which `payload` are the `pack`."""
-    return Job(**{**payload, "settings": SamplingSettings(**payload["settings"])})
+    return Job(**{**payload, "settings": ResolvedSettings(**payload["settings"])})
 
 
 class Worker:
@@ -89,21 +90,24 @@ class Worker:
         job = self.job
         # Ray lets a process without a CPU of its own have one thread
         torch.set_num_threads(threads)
+        checkpoints = {path: inspect_checkpoint(path) for path in job.weights}
         for path, weights in job.weights.items():
-            differs = difference(fingerprint(path), weights)
-            if differs:
+            if differs := difference(fingerprint(checkpoints[path]), weights):
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")
         device = current_accelerator() or torch.device("cpu")
         settings = job.settings
         if settings.fp8:
             check_fp8(device)
-        self.models = load_models(job.transformer, device, settings, job.autoencoder, job.resolution)
+        self.checkpoint = checkpoints[job.transformer]
+        autoencoder = None if job.autoencoder is None else checkpoints[job.autoencoder]
+        self.models = load_models(self.checkpoint, device, settings, autoencoder, job.resolution)
         with torch.no_grad():
             for name, weight in changed.items():
                 self.models.transformer.get_parameter(name).copy_(weight)
         if job.encoder is not None:
-            place = device if has_room_for_encoder(job.encoder, settings, device) else torch.device("cpu")
-            self.encoder = load_encoder(job.encoder, place, settings.dtype, settings.reference)
+            encoder = checkpoints[job.encoder]
+            place = device if has_room_for_encoder(encoder, settings, device) else torch.device("cpu")
+            self.encoder = load_encoder(encoder, place, settings.dtype, settings.reference)
 
     def begin(self, payload: Json) -> int:
         """Generate for the job of those `payload` from now on, which wants what is loaded, in that precision.
@@ -125,7 +129,7 @@ class Worker:
         elif job.negative is not None:
             self.negative = job.negative
         device = self.models.transformer.device
-        return largest_chunk(job.transformer, job.settings, device, loaded=True, prompts=job.prompts)
+        return largest_chunk(self.checkpoint, job.settings, device, loaded=True, prompts=job.prompts)
 
     def generate(self, images: Sequence[tuple[int, int, int]], prompts: Sequence[Any]) -> list[Any]:
         """Return the images of a chunk in the format of the job. `prompts` are texts or embeddings.

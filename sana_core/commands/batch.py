@@ -18,21 +18,30 @@ import torch
 
 from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
 from ..batch.folder import OutputFolder, read_manifest
-from ..batch.pipeline import SamplingSettings, resolve_settings
+from ..batch.pipeline import Request, prepare
 from ..batch.plan import FailedImage, ImageSpec, Workload, batch_images, failed_images
 from ..batch.png import describe_settings, encode_png, file_name
 from ..batch.progress import Progress, WorkerReport
 from ..batch.prompts import read_prompts
 from ..batch.writers import Writers, default_threads
-from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import KEPT
+from ..cluster.connection import ClusterSettings
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
 from ..runtime.text import Json
-from .options import add_sampling_options, cluster_of, path_of, progress_line, settings_of, show_scheduler, show_status
+from .options import (
+    add_sampling_options,
+    cluster_of,
+    devices_of,
+    path_of,
+    progress_line,
+    settings_of,
+    show_scheduler,
+    show_status,
+)
 
 EXAMPLE = """example:
   python -m sana_core batch demo/prompts.txt --count 4 --out output \\
@@ -64,20 +73,22 @@ def run(arguments: argparse.Namespace) -> None:
     seeds = [arguments.seed if prompt.seed is None else prompt.seed for prompt in prompts]
     images = batch_images(len(prompts), count, seeds)
     workload = Workload([prompt.text for prompt in prompts], images, arguments.chunk)
-    checkpoint = inspect_checkpoint(arguments.checkpoint)
-    settings = resolve_settings(settings_of(arguments), checkpoint)
-    show_scheduler(checkpoint)
+    devices, cluster = devices_of(arguments), cluster_of(arguments)
+    settings = settings_of(arguments, devices)
+    request = prepare(workload, arguments.checkpoint, settings, devices, cluster is not None)
+    show_scheduler(request.checkpoint)
     make_folder(arguments.out)
     # Check that the folder is not another program's.
     read_manifest(arguments.out)
     with hold(arguments.out) as held:
-        generate_missing(arguments, workload, settings, held, best)
+        generate_missing(arguments, request, cluster, held, best)
 
 
 def generate_missing(
-    arguments: argparse.Namespace, workload: Workload, settings: SamplingSettings, held: Hold, best: Best | None
+    arguments: argparse.Namespace, request: Request, cluster: ClusterSettings | None, held: Hold, best: Best | None
 ) -> None:
     """Generate the images that do not exist yet."""
+    workload = request.workload
     with progress_line() as show:
 
         def show_reading(count: int, total: int) -> None:
@@ -85,7 +96,7 @@ def generate_missing(
             if total >= KEPT:
                 show(f"reading the weights, this once: {count / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-        described = describe_settings(settings, arguments.checkpoint, show_reading)
+        described = describe_settings(request.settings, request.checkpoint, show_reading)
     if best:
         described |= best.describe()
     folder, total = OutputFolder(held, workload.prompts, described), len(workload.images)
@@ -108,9 +119,9 @@ def generate_missing(
     if there:
         sys.stdout.write(f"{there} of {total} images exist\n")
     started = time.monotonic()
-    report = WorkerReport()
+    report, shared = WorkerReport(), held if arguments.out_shared else None
     run = BatchRun(folder, Progress(total, there), report, str(arguments.checkpoint))
-    generated = generate_results(arguments, workload, settings, described, report, held, best)
+    generated = generate_results(request._replace(workload=workload), cluster, described, report, shared, best)
     try:
         with noting_interrupts() as poll, closing(generated), Writers(run.write, default_threads()) as writers:
             for result in generated:
@@ -195,27 +206,24 @@ class BatchRun:
 
 
 def generate_results(
-    arguments: argparse.Namespace,
-    workload: Workload,
-    settings: SamplingSettings,
+    request: Request,
+    cluster: ClusterSettings | None,
     described: Json,
     report: WorkerReport,
-    held: Hold,
+    shared: Hold | None,
     best: Best | None,
 ) -> Generator[Result, None, None]:
     """Yield each image that is not done. With `best`, only the best images of each prompt, with score and rank."""
-    checkpoint, devices, cluster = arguments.checkpoint, arguments.devices, cluster_of(arguments)
+    workload = request.workload
     if best:
         if workload.remaining:
-            scorer = place_scorer(best, settings, devices)
-            backend = find_backend(checkpoint, devices, cluster, show_status, report)
-            with closing(generate_picks(backend, workload, settings, best, scorer)) as picks:
+            backend = find_backend(cluster, show_status, report=report)
+            with closing(generate_picks(backend, request, best, place_scorer(best, request))) as picks:
                 for pick in picks:
                     yield Result(pick.image, pick.pixels, pick.describe())
         return
-    shared = held if arguments.out_shared else None
-    backend = find_backend(checkpoint, devices, cluster, show_status, report, described, shared)
-    with closing(backend(workload, settings)) as generated:
+    backend = find_backend(cluster, show_status, report=report, described=described, shared=shared)
+    with closing(backend(request)) as generated:
         try:
             for image, content in generated:
                 yield Result(image, content)

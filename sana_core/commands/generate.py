@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 
-from ..batch.local import local_devices
+from ..batch.pipeline import local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
 from ..checkpoints import find_part, inspect_checkpoint
@@ -20,7 +20,16 @@ from ..runtime.text import Json
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
-from .options import add_sampling_options, choose_dtype, cluster_of, path_of, settings_of, show_scheduler, show_status
+from .options import (
+    add_sampling_options,
+    choose_dtype,
+    cluster_of,
+    devices_of,
+    path_of,
+    settings_of,
+    show_scheduler,
+    show_status,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +62,16 @@ def run(arguments: argparse.Namespace) -> None:
     paths = [arguments.out / file_name(spec) for spec in specs]
     check_free(paths, arguments.overwrite)
     make_folder(arguments.out)
+    devices = devices_of(arguments)
     batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
-    options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments)._asdict()}
-    where = arguments.devices, cluster_of(arguments), arguments.split
-    show_scheduler(arguments.checkpoint)
+    options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments, devices)._asdict()}
+    where = devices, cluster_of(arguments), arguments.split
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    show_scheduler(checkpoint)
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:
-        images = generate(arguments.prompts, arguments.checkpoint, arguments.seed, arguments.count, *where, **options)
+        images = generate(arguments.prompts, checkpoint, arguments.seed, arguments.count, *where, **options)
     except FailedImagesError as error:
         # The other images are written before the run ends with this error.
         if error.images is None:
@@ -106,7 +117,8 @@ def run_video(arguments: argparse.Namespace) -> None:
     check_writer(arguments.out)
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
-    part = find_part(inspect_checkpoint(arguments.checkpoint), "video_transformer")
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    part = find_part(checkpoint, "video_transformer")
     channels = part.headers["patch_embedding.weight"].shape[1]
     width, height = VIDEOS[channels].size
     size = (
@@ -118,8 +130,9 @@ def run_video(arguments: argparse.Namespace) -> None:
     first = None if arguments.first is None else read_first(arguments.first, size)
     settings = {name: getattr(arguments, name) for name in ("steps", "guidance", "sampler")}
     settings = {name: value for name, value in settings.items() if value is not None}
-    settings |= {"dtype": choose_dtype(arguments), "device": str(local_devices(arguments.devices)[0])}
-    shown = arguments.prompts[0], arguments.checkpoint, arguments.seed, frames
+    devices = local_devices(arguments.devices)
+    settings |= {"dtype": choose_dtype(arguments, devices), "device": str(devices[0])}
+    shown = arguments.prompts[0], checkpoint, arguments.seed, frames
     generated = generate_video(
         *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
     )

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..batch.local import local_devices
-from ..batch.pipeline import DTYPES, SamplingSettings
-from ..checkpoints import inspect_checkpoint
-from ..checkpoints.checkpoint import Source
+import torch
+
+from ..batch.pipeline import DTYPES, SamplingSettings, local_devices
+from ..checkpoints import Checkpoint
 from ..checkpoints.generation import scheduler_of
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
@@ -141,28 +141,32 @@ def lora_of(text: str) -> tuple[str, float]:
     return file, strength
 
 
-def choose_dtype(arguments: argparse.Namespace) -> str:
+def devices_of(arguments: argparse.Namespace) -> list[torch.device] | None:
+    """Return the devices that generate, None for a cluster. Only this call warns of devices that do not exist."""
+    return None if arguments.cluster is not None else local_devices(arguments.devices)
+
+
+def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | None) -> str:
     """Return the chosen dtype or a suitable one, and print it if there are accelerators."""
-    if arguments.cluster is not None:
+    if devices is None:
         return arguments.dtype or "float32"
-    devices = local_devices(arguments.devices)
     dtype = arguments.dtype or ("bfloat16" if all(map(has_bf16, devices)) else "float32")
     if any(device.type != "cpu" for device in devices):
         sys.stderr.write(f"generating in {dtype} on {', '.join(map(str, devices))}\n")
     return dtype
 
 
-def settings_of(arguments: argparse.Namespace) -> SamplingSettings:
-    """Return how the images are generated; what is not said is left to the settings' own defaults."""
-    said = {name: value for name, value in vars(arguments).items() if value is not None}
-    own = {name: said[name] for name in SamplingSettings._fields if name in said}
-    own |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments)}
-    return SamplingSettings(**own, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
+def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
+    """Return the settings. Options that are not set have the defaults of SamplingSettings."""
+    values = {name: value for name, value in vars(arguments).items() if value is not None}
+    chosen = {name: values[name] for name in SamplingSettings._fields if name in values}
+    chosen |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
+    return SamplingSettings(**chosen, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
-def show_scheduler(checkpoint: Source) -> None:
+def show_scheduler(checkpoint: Checkpoint) -> None:
     """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
-    for part in inspect_checkpoint(checkpoint).parts:
+    for part in checkpoint.parts:
         if part.kind == "transformer":
             for line in scheduler_of(part).notes:
                 show_status(line)

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
-from ..batch.local import local_devices
+from ..batch.pipeline import local_devices
 from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import pad_prompts, prepare, shard_velocity, velocity
 from ..model.forward_inputs import Constants, Perturbation
-from ..model.known_models import Defaults, TransformerConfig, perturbed_block
+from ..model.known_models import Defaults, TransformerConfig, model_defaults, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
 from ..runtime.checks import check_number
@@ -30,12 +30,26 @@ if TYPE_CHECKING:
 LARGEST_GUIDANCE = 100.0
 
 
-def check_sampling(config: TransformerConfig, how: Defaults) -> None:
-    """Raise InputError if the sampler is unknown or does not fit the model, or steps or guidance are out of range."""
-    find_sampler(how.sampler)
-    check_sampler(config, how.sampler)
-    check_steps(how.steps)
-    check_number("guidance", how.guidance, 0, LARGEST_GUIDANCE)
+def choose_sampling(
+    config: TransformerConfig,
+    sampler: str | None,
+    steps: int | None,
+    guidance: float | None,
+    begins_with_image: bool = False,
+) -> Defaults:
+    """Return the three values, with the defaults of the model with `config` in place of None.
+
+    Raises InputError if the sampler is unknown or does not fit the model, or steps or guidance are out of range.
+    """
+    defaults = model_defaults(config, begins_with_image)
+    sampler = sampler or defaults.sampler
+    steps = defaults.steps if steps is None else steps
+    guidance = defaults.guidance if guidance is None else guidance
+    find_sampler(sampler)
+    check_sampler(config, sampler)
+    check_steps(steps)
+    check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
+    return Defaults(sampler, steps, guidance)
 
 
 class PerturbedAttention(NamedTuple):

@@ -186,8 +186,8 @@ class Sampler(NamedTuple):
     scheduler: tuple[str, int | None]
     # SANA rounds the timesteps down to whole numbers with this sampler.
     whole_timesteps: bool = False
-    # Whether `reference` guides at values below 1, too. Otherwise, guidance is off at 1 and below.
-    guides_below_one: Callable[[Reference], bool] = lambda reference: False
+    # Whether `reference` uses guidance of at most 1, too. Otherwise, guidance is off at 1 and below.
+    uses_low_guidance: Callable[[Reference], bool] = lambda reference: False
     # (reference, more noise of the same seed) -> keyword arguments of `sample`
     options: Callable[[Reference, Iterator[torch.Tensor]], dict[str, object]] = no_options
 
@@ -197,7 +197,7 @@ class Sampler(NamedTuple):
 
     def effective_guidance(self, reference: Reference, guidance: float) -> float:
         """Return `guidance`, or 1 (off) if `reference` does not guide at this value."""
-        return guidance if guidance > 1 or self.guides_below_one(reference) else 1.0
+        return guidance if guidance > 1 or self.uses_low_guidance(reference) else 1.0
 
 
 def dpm_schedule(steps: int, shift: float, reference: Reference) -> torch.Tensor:
@@ -210,7 +210,7 @@ def euler_schedule(steps: int, shift: float, reference: Reference) -> torch.Tens
 
 # Only NVIDIA's DPM-Solver guides at all values but 1. Its FlowEuler and diffusers' pipelines guide above 1.
 dpm_solver = partial(
-    Sampler, schedule=dpm_schedule, whole_timesteps=True, guides_below_one=lambda reference: reference.guides_below_one
+    Sampler, schedule=dpm_schedule, whole_timesteps=True, uses_low_guidance=lambda reference: reference.guides_below_one
 )
 SAMPLERS = {
     "flow_dpmpp_2m": dpm_solver(sample_flow_dpmpp_2m, scheduler=("DPMSolverMultistepScheduler", 2)),
@@ -229,7 +229,7 @@ SAMPLERS = {
         lambda steps, shift, reference: scm_sigmas(steps),
         ("SCMScheduler", None),
         # The model receives the value as an embedding.
-        guides_below_one=lambda reference: True,
+        uses_low_guidance=lambda reference: True,
         options=lambda reference, noise: {"noise": noise},
     ),
 }

@@ -9,25 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..batch.local import local_devices
 from ..batch.pipeline import (
     Conditioning,
     Models,
-    SamplingSettings,
-    check_prompts,
+    Request,
+    ResolvedSettings,
     decode,
     encode_texts,
     load_decoder,
     load_encoder,
     load_models,
-    resolve_settings,
     sample,
 )
-from ..batch.plan import ImageSpec, Workload
-from ..checkpoints import inspect_checkpoint
-from ..checkpoints.checkpoint import Source
+from ..batch.plan import ImageSpec
+from ..checkpoints import Checkpoint
 from ..errors import InputError, first_line
-from ..model.fp8 import check_fp8
 from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
@@ -42,14 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_workload(workload: Workload, settings: SamplingSettings) -> None:
-    """Raise InputError for a chunk of several images, and for compiled models, because devices share each image."""
-    if workload.chunk not in (None, 1):
-        raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
-    if settings.compiled:
-        raise InputError("compiled: got true with split, expected false: devices meet in each block; leave it out")
-
-
 def check_devices(devices: Sequence[torch.device]) -> None:
     """Raise InputError for fewer than two devices, and for an accelerator that is named twice."""
     if len(devices) < 2:
@@ -60,49 +48,40 @@ def check_devices(devices: Sequence[torch.device]) -> None:
         raise InputError(f"devices: got {twice[0]} twice, expected each once: it would do the same work in two halves")
 
 
-def generate_split(
-    workload: Workload,
-    checkpoint: Source,
-    settings: SamplingSettings,
-    devices: Sequence[str | torch.device] | None = None,
-    poll: Poll = no_poll,
-) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
-    """Yield each image of `workload` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all `devices`.
+def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
+    """Yield each image of `request` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all of its devices.
 
     Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
     the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
-    `poll` cancels by raising. Raises InputError for fewer than two devices, one named twice, more than the image has
-    rows of 32 pixels, and what `generate_local` refuses; CheckpointError, MissingFileError or ReadError for a
-    checkpoint that cannot be loaded.
+    `poll` cancels by raising. Raises InputError for a chunk of several images, for compiled models, and for devices
+    that cannot share an image. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be
+    loaded.
     """
-    check_prompts(workload.prompts)
-    check_workload(workload, settings)
-    found = local_devices(devices)
-    check_devices(found)
-    if settings.fp8:
-        for device in found:
-            check_fp8(device)
-    checkpoint = inspect_checkpoint(checkpoint)
-    settings = resolve_settings(settings, checkpoint)
-    check_rows(settings.height // DOWNSCALE, len(found))
+    workload, checkpoint, settings, devices = request
+    if workload.chunk not in (None, 1):
+        raise InputError(f"chunk: got {workload.chunk} with split, expected 1: devices share one image at a time")
+    if settings.compiled:
+        raise InputError("compiled: got true with split, expected false: devices meet in each block; leave it out")
+    check_devices(devices)
+    check_rows(settings.height // DOWNSCALE, len(devices))
     images = workload.remaining
     used = [workload.prompts[image.prompt] for image in images]
     encoded = workload.encoded
     if encoded is None:
-        encoder = load_encoder(checkpoint, found[0], settings.dtype, settings.reference)
+        encoder = load_encoder(checkpoint, devices[0], settings.dtype, settings.reference)
         encoded = encode_texts(encoder, used, settings.negative_prompt, poll)
         del encoder
     texts, negative = encoded
-    models = load_on(found, checkpoint, settings)
+    models = load_on(devices, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
-    split = Split(found, relative_speeds(found, [each.transformer for each in models]))
-    sharded = ShardedModel(partial(split.run, poll=poll), [each.transformer for each in models])
+    split = Split(devices, relative_speeds(devices, [model.transformer for model in models]))
+    sharded = ShardedModel(partial(split.run, poll=poll), [model.transformer for model in models])
     for image in images:
         prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
         # On the CPU, because the decode may lose the device that has them.
         latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded).cpu()
         assert models[0].autoencoder is not None
-        living = [found[member] for member in split.living]
+        living = [devices[member] for member in split.living]
         yield image, decode_split(models[0].autoencoder, latents, living, checkpoint, settings, poll)
 
 
@@ -110,8 +89,8 @@ def decode_split(
     autoencoder: AutoencoderDC,
     latents: torch.Tensor,
     devices: Sequence[torch.device],
-    checkpoint: Source,
-    settings: SamplingSettings,
+    checkpoint: Checkpoint,
+    settings: ResolvedSettings,
     poll: Poll,
 ) -> torch.Tensor:
     """Return the image of `latents`, decoded by all `devices`, or by the CPU if none of them can."""
@@ -126,7 +105,7 @@ def decode_split(
     return decode(load_decoder(checkpoint, torch.device("cpu"), settings.dtype), latents, poll)[0]
 
 
-def load_on(devices: Sequence[torch.device], checkpoint: Source, settings: SamplingSettings) -> list[Models]:
+def load_on(devices: Sequence[torch.device], checkpoint: Checkpoint, settings: ResolvedSettings) -> list[Models]:
     """Return the models on each of `devices`, those of one device once; the decoder on the first alone."""
     loaded: dict[torch.device, Models] = {}
     for device in devices:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..batch.pipeline import Conditioning, Models, SamplingSettings, decode, sample
+from ..batch.pipeline import Conditioning, Models, ResolvedSettings, decode, sample
 from ..batch.plan import Embedding, ImageInputs, batch_images
 from ..checkpoints import load_autoencoder
 from ..errors import ExistingFileError, SanaError
@@ -109,7 +109,7 @@ def generate_validation(
     transformer, folder = models[0], out / PICTURES
     own, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
-    sampling = SamplingSettings(
+    sampling = ResolvedSettings(
         width=width,
         height=height,
         steps=own.steps or defaults.steps,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..batch.pipeline import DTYPES, check_prompts
+from ..batch.pipeline import DTYPES
 from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
 from ..checkpoints.checkpoint import Source
@@ -15,12 +14,12 @@ from ..checkpoints.generation import shift_of
 from ..checkpoints.load import config_of
 from ..errors import InputError
 from ..model.forward_inputs import Constants
-from ..model.known_models import VIDEO_FRAMES, VIDEOS, Defaults, model_defaults
+from ..model.known_models import VIDEO_FRAMES, VIDEOS, Defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts
-from ..runtime.checks import check_finite, check_name, check_whole
-from ..sampling.guidance import check_sampling
+from ..runtime.checks import check_finite, check_name, check_text, check_whole
+from ..sampling.guidance import choose_sampling
 from ..sampling.samplers import find_sampler
 from . import forward as video
 from .latents import video_shape
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def generate_video(
     prompt: str,
-    checkpoint: str | Path,
+    checkpoint: Source,
     seed: int = 0,
     frames: int = VIDEO_FRAMES,
     size: tuple[int, int] | None = None,
@@ -56,17 +55,11 @@ def generate_video(
     """
     check_name("dtype", dtype, DTYPES)
     check_whole("seed", seed, 0, LARGEST_SEED)
-    check_prompts([prompt])
+    check_text("prompt 1", prompt)
     info = inspect_checkpoint(checkpoint)
     part = follow(find_part(info, "video_transformer"), reference)
     config = config_of(part)
-    default = model_defaults(config, begins_with_image=first is not None)
-    how = Defaults(
-        sampler or default.sampler,
-        default.steps if steps is None else steps,
-        default.guidance if guidance is None else guidance,
-    )
-    check_sampling(config, how)
+    how = choose_sampling(config, sampler, steps, guidance, begins_with_image=first is not None)
     channels = part.headers["patch_embedding.weight"].shape[1]
     check_parts(info, part)
     width, height = size or VIDEOS[channels].size

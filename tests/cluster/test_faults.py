@@ -22,7 +22,7 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.connection import ClusterSettings
@@ -66,7 +66,7 @@ def test_faults_at_random_moments_cost_no_picture(lasting_cluster, checkpoint, e
 
     workload = Workload(PROMPTS, batch_images(2, COUNT, 5), 2)
     run = ClusterSettings(lasting_cluster.address, grace=5.0)
-    for picture, pixels in generate_on_cluster(workload, checkpoint, SamplingSettings(64, 64, 2), run):
+    for picture, pixels in generate_on_cluster(prepare(workload, checkpoint, SamplingSettings(64, 64, 2)), run):
         assert picture.number not in arrived
         arrived[picture.number] = pixels
         if len(arrived) in moments:
@@ -222,7 +222,7 @@ def test_a_waiting_run_makes_the_autoscaler_start_a_machine(growing_cluster, che
     while True:
         try:
             for picture, pixels in generate_on_cluster(
-                workload, checkpoint, SamplingSettings(64, 64, 2), run, on_status=said.append
+                prepare(workload, checkpoint, SamplingSettings(64, 64, 2)), run, on_status=said.append
             ):
                 arrived[picture.number] = pixels
             break

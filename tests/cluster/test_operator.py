@@ -3,7 +3,7 @@
 import pytest
 from machines import actors, add_node, wait_for_no_actors
 
-from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
 from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
@@ -21,7 +21,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
 
     add_node(cluster)
     workload = Workload(["a red circle"], batch_images(1, 4, 5), 1)
-    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
+    drawn = generate_on_cluster(prepare(workload, checkpoint, SETTINGS), ClusterSettings(cluster.address))
     next(drawn)
     jobs = global_worker.gcs_client.get_all_job_info().values()
     assert [job.config.metadata["job_name"] for job in jobs] == ["sana"]
@@ -32,7 +32,7 @@ def test_ray_lists_the_job_by_its_name(cluster, checkpoint):
 def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
     add_node(cluster)
     workload = Workload(["a red circle"], batch_images(1, 2, 5), 1)
-    job = make_job(workload, checkpoint, SETTINGS)
+    job = make_job(prepare(workload, checkpoint, SETTINGS))
     session = Session(ClusterSettings(cluster.client_address), idle=5.0)
     for seed in range(2):
         before = {process.pid for process in actors()}

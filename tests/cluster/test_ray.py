@@ -17,8 +17,9 @@ from machines import actors, add_node, send_to_an_actor, wait_for_no_actors
 from setup import ROOT
 
 import sana_core
+from sana_core import inspect_checkpoint
 from sana_core.__main__ import main
-from sana_core.batch.pipeline import SamplingSettings, encode_texts, load_encoder, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, encode_texts, load_encoder, prepare, resolve_settings
 from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.batch.png import describe_settings
 from sana_core.batch.progress import WorkerReport, no_status
@@ -106,7 +107,9 @@ def test_one_machine_without_the_checkpoint_costs_no_picture(cluster, checkpoint
     add_node(cluster)
     late, report, arrived = None, WorkerReport(), []
     workload = Workload(PROMPTS, batch_images(2, 40, 5), 1)
-    for picture, _ in generate_on_cluster(workload, copy, SETTINGS, ClusterSettings(cluster.address), report=report):
+    for picture, _ in generate_on_cluster(
+        prepare(workload, copy, SETTINGS), ClusterSettings(cluster.address), report=report
+    ):
         arrived.append(picture.number)
         if late is None:
             copy.rename(tmp_path / "gone")
@@ -146,7 +149,7 @@ def test_closing_ends_every_actor(cluster, checkpoint):
     for _ in range(2):
         add_node(cluster)
     workload = Workload(PROMPTS, batch_images(2, 1000, 5), 1)
-    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings(cluster.address))
+    drawn = generate_on_cluster(prepare(workload, checkpoint, SETTINGS), ClusterSettings(cluster.address))
     next(drawn)
     assert actors()
     drawn.close()
@@ -160,7 +163,7 @@ def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
     pictures = batch_images(2, 6, 5)
     report, arrived = WorkerReport(), []
     workload, run = Workload(PROMPTS, pictures, 1), ClusterSettings(cluster.address, grace=3.0)
-    for picture, _ in generate_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
+    for picture, _ in generate_on_cluster(prepare(workload, checkpoint, SETTINGS), run, report=report):
         arrived.append(picture.number)
         if len(arrived) == 2:
             send_to_an_actor(signal.SIGSTOP)
@@ -178,7 +181,7 @@ def test_a_consumer_that_stalls_loses_no_actor(cluster, checkpoint, monkeypatch)
         add_node(cluster)
     report, arrived = WorkerReport(), []
     workload, run = Workload(PROMPTS, batch_images(2, 20, 5), 1), ClusterSettings(cluster.address)
-    for image, _ in generate_on_cluster(workload, checkpoint, SETTINGS, run, report=report):
+    for image, _ in generate_on_cluster(prepare(workload, checkpoint, SETTINGS), run, report=report):
         arrived.append(image.number)
         if len(arrived) in (5, 10, 15):
             time.sleep(4)
@@ -218,7 +221,9 @@ def test_an_image_with_nan_fails_alone(cluster, checkpoint, decoded):
     prompts = list(texts.values())
     prompts[1] = prompts[1][0] * float("nan"), prompts[1][1]
     workload = Workload(prompts, batch_images(3, 2, 5), 3)
-    job = make_job(Workload(PROMPTS, []), checkpoint, SETTINGS)._replace(encoder=None, negative=negative, latents=True)
+    job = make_job(prepare(Workload(PROMPTS, []), checkpoint, SETTINGS))._replace(
+        encoder=None, negative=negative, latents=True
+    )
     if not decoded:
         job = job._replace(autoencoder=None)
     report, results = WorkerReport(), {}
@@ -298,11 +303,11 @@ def test_after_the_driver_was_killed_the_same_command_draws_the_rest(cluster, co
 @pytest.fixture
 def shared_run(cluster, checkpoint, tmp_path):
     """A function that draws pictures into a folder of all machines, and the run that holds the folder."""
-    described = describe_settings(resolve_settings(SETTINGS, checkpoint), checkpoint)
+    described = describe_settings(resolve_settings(SETTINGS, checkpoint), inspect_checkpoint(checkpoint))
 
     def draw(count, report):
         workload, run = Workload(PROMPTS, batch_images(2, count, 5), 1), ClusterSettings(cluster.address)
-        return generate_on_cluster(workload, checkpoint, SETTINGS, run, described, report, held)
+        return generate_on_cluster(prepare(workload, checkpoint, SETTINGS), run, described, report, held)
 
     with hold(tmp_path / "out") as held:
         yield draw, held
@@ -346,7 +351,7 @@ def test_a_shared_folder_that_goes_away_ends_the_run_with_the_machines_name(clus
 @pytest.mark.timeout(200)
 def test_an_address_where_nobody_answers_is_named(checkpoint):
     workload = Workload(PROMPTS, batch_images(2, 1, 5))
-    drawn = generate_on_cluster(workload, checkpoint, SETTINGS, ClusterSettings("127.0.0.1:1"))
+    drawn = generate_on_cluster(prepare(workload, checkpoint, SETTINGS), ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
         next(drawn)
 

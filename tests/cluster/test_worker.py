@@ -6,6 +6,7 @@ import torch
 from pretend_card import NAN, pretend_cards
 from ray.cloudpickle import dumps, loads
 
+from sana_core import inspect_checkpoint
 from sana_core.batch.batch_size import weight_bytes
 from sana_core.batch.pipeline import SamplingSettings, load_models, resolve_settings
 from sana_core.batch.plan import batch_images
@@ -83,9 +84,14 @@ def test_a_gpu_whose_text_encoder_returns_nan_is_not_ready(job):
 def test_a_gpu_without_memory_for_the_text_encoder_generates(job, checkpoint):
     """The text encoder is then on the CPU."""
     with pretend_cards() as cards:
-        models = load_models(checkpoint, torch.device("cuda:0"), resolve_settings(SETTINGS, checkpoint), checkpoint)
+        models = load_models(
+            inspect_checkpoint(checkpoint),
+            torch.device("cuda:0"),
+            resolve_settings(SETTINGS, checkpoint),
+            inspect_checkpoint(checkpoint),
+        )
         needed = cards.peak[models.transformer.device]
-    encoder = weight_bytes(checkpoint, torch.float32, ["text_encoder"])
+    encoder = weight_bytes(inspect_checkpoint(checkpoint), torch.float32, ["text_encoder"])
     with pretend_cards(total=needed + encoder // 2) as cards:
         actor = Actor()
         assert call(actor, "prepare", job, 1, [])[1] == ""

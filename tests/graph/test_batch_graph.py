@@ -10,6 +10,7 @@ from adapted import save_adapter
 from PIL import Image
 
 import sana_core
+from sana_core import inspect_checkpoint
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.png import describe_settings, encode_png, read_entry
 
@@ -40,7 +41,7 @@ def difference_on_canvas(host, checkpoint, settings):
     prompt, options = "a red circle on a blue background", {**settings._asdict(), "seed": 7}
     del options["compiled"]
     image = sana_core.generate([prompt], checkpoint, **options)[0]
-    described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)
+    described = describe_settings(resolve_settings(settings, checkpoint), inspect_checkpoint(checkpoint))
     png = encode_png(image, prompt, 7, json.loads(json.dumps(described)), str(checkpoint))
     assert read_entry(png)["prompt"] == prompt
     graph = {key: (node["class_type"], node["inputs"]) for key, node in graph_in(png).items()}
@@ -94,7 +95,10 @@ def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, fiel
     needed = {"fp8": {"dtype": "bfloat16"}, "pag_blocks": {"pag_scale": 1.0, "pag_blocks": "2"}}
     settings = SamplingSettings(128, 128, steps=3, **needed.get(field, {}))
     changed = settings._replace(**{field: loras if field == "loras" else OTHER_VALUES[field]})
-    described = [describe_settings(resolve_settings(choice, checkpoint), checkpoint) for choice in (settings, changed)]
+    described = [
+        describe_settings(resolve_settings(choice, checkpoint), inspect_checkpoint(checkpoint))
+        for choice in (settings, changed)
+    ]
     graphs = [graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, choice, str(checkpoint))) for choice in described]
     if field == "compiled":
         # It changes the speed only.
@@ -105,6 +109,6 @@ def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, fiel
 
 def test_the_loaders_title_names_what_the_graph_cannot_set(host, checkpoint):
     settings = SamplingSettings(128, 128, steps=3, dtype="bfloat16", fp8=True)
-    described = describe_settings(resolve_settings(settings, checkpoint), checkpoint)
+    described = describe_settings(resolve_settings(settings, checkpoint), inspect_checkpoint(checkpoint))
     graph = graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, described, str(checkpoint)))
     assert "bfloat16 with fp8 products" in graph["1"]["_meta"]["title"]

@@ -88,7 +88,7 @@ CALLS = {
 # names that are no functions
 NAMES = {
     "comfy.model_sampling.CONST.noise_scaling": "model.py (check_flow)",
-    "comfy.model_sampling.ModelSamplingFlux": "sampling.py (shift_of)",
+    "comfy.model_sampling.ModelSamplingFlux": "sampling.py (model_shift)",
     "comfy.ops.CastWeightBiasOp.comfy_cast_weights": "layers.py",
     "comfy.ops.CastWeightBiasOp.weight_function": "layers.py",
     "comfy.ops.disable_weight_init.Linear": "layers.py, clip.py",

@@ -295,7 +295,7 @@ def test_a_cluster_refuses_what_it_would_draw_otherwise(load):
     cluster = pack("nodes.host.batch.cluster_batch")
     latent = {"samples": torch.zeros(1, 32, 4, 4)}
     with pytest.raises(ValueError, match="choose weight_dtype default or without fast, and quantise off"):
-        cluster.make_job(SimpleNamespace(model=load("int8"), latent=latent))
+        cluster.node_job(SimpleNamespace(model=load("int8"), latent=latent))
 
 
 def test_other_devices_load_the_same_format(load):

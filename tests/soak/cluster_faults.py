@@ -31,7 +31,7 @@ from machines import actors, add_node, wait_for_no_actors  # noqa: E402
 
 import sana_core  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
-from sana_core.batch.pipeline import SamplingSettings  # noqa: E402
+from sana_core.batch.pipeline import SamplingSettings, prepare  # noqa: E402
 from sana_core.batch.plan import Workload, batch_images  # noqa: E402
 from sana_core.cluster.batch import generate_on_cluster  # noqa: E402
 from sana_core.cluster.connection import ClusterSettings  # noqa: E402
@@ -172,7 +172,7 @@ def run_here(faults: Faults, silence: Silence, expected: torch.Tensor) -> int:
     run = ClusterSettings(faults.cluster.address, grace=20.0)
     happened: list[str] = []
     workload = Workload(PROMPTS, batch_images(2, BATCH, 5), 1)
-    drawn = generate_on_cluster(workload, CHECKPOINT, BATCH_SETTINGS, run)
+    drawn = generate_on_cluster(prepare(workload, CHECKPOINT, BATCH_SETTINGS), run)
     total = len(workload.images)
     moments = set(faults.chance.sample(range(1, total - 1), FAULTS))
     arrived: dict[int, torch.Tensor] = {}

@@ -29,9 +29,10 @@ sys.path += [str(ROOT / "tests"), str(ROOT)]
 import torch  # noqa: E402
 from pretend_card import ERRORS, computed_on, pretend_cards  # noqa: E402
 
+from sana_core import inspect_checkpoint  # noqa: E402
 from sana_core.batch import batch_size, local  # noqa: E402
 from sana_core.batch.local import generate_local  # noqa: E402
-from sana_core.batch.pipeline import Models, SamplingSettings, resolve_settings  # noqa: E402
+from sana_core.batch.pipeline import Models, SamplingSettings, prepare, resolve_settings  # noqa: E402
 from sana_core.batch.pipeline import load_models as real_load_models  # noqa: E402
 from sana_core.batch.plan import FailedImage, Workload, batch_images  # noqa: E402
 from sana_core.errors import first_line  # noqa: E402
@@ -54,7 +55,9 @@ TOLERANCE = 1e-3
 
 @lru_cache(1)
 def models_on_cpu() -> Models:
-    return real_load_models(CHECKPOINT, CPU, resolve_settings(SETTINGS, CHECKPOINT), CHECKPOINT)
+    return real_load_models(
+        inspect_checkpoint(CHECKPOINT), CPU, resolve_settings(SETTINGS, CHECKPOINT), inspect_checkpoint(CHECKPOINT)
+    )
 
 
 def copy_models(checkpoint: object, device: torch.device, *settings: object) -> Models:
@@ -68,7 +71,7 @@ def copy_models(checkpoint: object, device: torch.device, *settings: object) -> 
 def expected_images() -> dict[int, torch.Tensor]:
     """Return all images as a healthy run on one CPU generates them."""
     workload = Workload(PROMPTS, batch_images(len(PROMPTS), COUNT, 0), 1)
-    return {image.number: pixels for image, pixels in generate_local(workload, CHECKPOINT, SETTINGS, ["cpu"])}
+    return {image.number: pixels for image, pixels in generate_local(prepare(workload, CHECKPOINT, SETTINGS, ["cpu"]))}
 
 
 @lru_cache(1)
@@ -76,7 +79,7 @@ def calls_of_a_run() -> int:
     """Return how many calls one GPU gets when it generates the whole batch alone."""
     with pretend_cards(1) as cards:
         workload = Workload(PROMPTS, batch_images(len(PROMPTS), COUNT, 0), 1)
-        assert len(list(generate_local(workload, CHECKPOINT, SETTINGS, ["cuda:0"]))) == len(workload.images)
+        assert len(list(generate_local(prepare(workload, CHECKPOINT, SETTINGS, ["cuda:0"])))) == len(workload.images)
         return cards.calls[torch.device("cuda", 0)]
 
 
@@ -112,7 +115,7 @@ def fail_at_random(source: random.Random) -> Counter[str]:
                 mock.patch.object(batch_size, "SHARE", share),
             ):
                 for image, pixels in generate_local(
-                    workload, CHECKPOINT, SETTINGS, [f"cuda:{i}" for i in range(count)], grace=0.2
+                    prepare(workload, CHECKPOINT, SETTINGS, [f"cuda:{i}" for i in range(count)]), grace=0.2
                 ):
                     assert image.number not in images, f"image {image.number} came twice"
                     images[image.number] = pixels

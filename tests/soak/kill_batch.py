@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
+from sana_core import inspect_checkpoint  # noqa: E402
 from sana_core.__main__ import main as run_command  # noqa: E402
 from sana_core.batch.pipeline import (  # noqa: E402
     Conditioning,
@@ -55,7 +56,7 @@ def import_all() -> None:
     checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
     fingerprint(checkpoint)
-    models = load_models(checkpoint, cpu, SamplingSettings(), checkpoint)
+    models = load_models(inspect_checkpoint(checkpoint), cpu, SamplingSettings(), inspect_checkpoint(checkpoint))
     settings = resolve_settings(SamplingSettings(32, 32, steps=1), checkpoint)
     texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
     (pixels,) = generate_chunk(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
@@ -114,7 +115,7 @@ def check(out: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int
     mixed = [name for name, (data, _) in now.items() if whole.get(name) != data]
     assert not mixed, f"{mixed} are not those of the run"
     if (out / "manifest.json").exists():
-        listed = json.loads((out / "manifest.json").read_bytes())["pictures"]
+        listed = json.loads((out / "manifest.json").read_bytes())["images"]
         assert listed.keys() <= now.keys(), "the manifest lists what is not there"
     others = {path.name for path in out.iterdir()} - now.keys() - FOREIGN.keys()
     assert others <= {"manifest.json", ".sana-batch"}, f"left behind: {others}"
@@ -172,7 +173,7 @@ def soak(kills: int, seed: int, base: Path) -> Counter[str]:
 
 def mine(out: Path) -> bool:
     """Whether the folder is not that of the run with other prompts."""
-    listed = json.loads((out / "manifest.json").read_bytes())["pictures"] if (out / "manifest.json").exists() else {}
+    listed = json.loads((out / "manifest.json").read_bytes())["images"] if (out / "manifest.json").exists() else {}
     return all(entry["prompt"] in PROMPTS for entry in listed.values())
 
 

@@ -88,7 +88,7 @@ def main() -> None:
         assert [pixels for _, pixels in first] == [pixels for _, pixels in second], "the servers draw other pictures"
         written = {name for name, _ in [*first, *second]}
         assert len(written) == 2 * len(first), "a name was used twice"
-        listed = json.loads((output / "manifest.json").read_bytes())["pictures"].keys()
+        listed = json.loads((output / "manifest.json").read_bytes())["images"].keys()
         assert len(listed) == COUNT
         assert {path.name for path in output.iterdir()} == {*written, *listed, "manifest.json"}
         for name in (*written, *listed):

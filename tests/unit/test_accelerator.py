@@ -329,11 +329,9 @@ def test_bf16_is_chosen_where_comfyui_would(kind, hip, card, expected, monkeypat
 
 def test_the_command_line_draws_in_what_suits_its_devices_and_says_so(monkeypatch, capsys):
     cards = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    monkeypatch.setattr(options, "local_devices", lambda names: cards)
     monkeypatch.setattr(options, "has_bf16", lambda device: device.index == 0)
     for asked, expected in ((None, "float32"), ("float16", "float16")):
-        arguments = SimpleNamespace(cluster=None, devices=None, dtype=asked)
-        assert options.choose_dtype(arguments) == expected
+        assert options.choose_dtype(SimpleNamespace(dtype=asked), cards) == expected
         assert capsys.readouterr().err == f"generating in {expected} on cuda:0, cuda:1\n"
     del cards[1]
-    assert options.choose_dtype(SimpleNamespace(cluster=None, devices=None, dtype=None)) == "bfloat16"
+    assert options.choose_dtype(SimpleNamespace(dtype=None), cards) == "bfloat16"

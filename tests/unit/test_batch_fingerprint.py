@@ -5,6 +5,7 @@ import os
 import pytest
 from bounded import bounded
 
+from sana_core import inspect_checkpoint
 from sana_core.batch.best import Best
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.png import describe_settings
@@ -35,11 +36,12 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
 
 def test_a_name_that_a_png_could_not_hold_is_refused(checkpoint, tmp_path):
     folder = tmp_path / os.fsdecode(b"model \xff")
+    folder.symlink_to(checkpoint)
     with pytest.raises(InputError, match="^checkpoint: holds half a character .* at position 6; rename that file or"):
-        describe_settings(SamplingSettings(), folder)
+        describe_settings(SamplingSettings(), inspect_checkpoint(folder))
     settings = SamplingSettings(loras=((str(tmp_path / os.fsdecode(b"\xff.safetensors")), 1.0),))
     with pytest.raises(InputError, match="^lora: holds half a character .* at position 0; rename that file or folder$"):
-        describe_settings(settings, checkpoint)
+        describe_settings(settings, inspect_checkpoint(checkpoint))
     with pytest.raises(
         InputError, match="^scorer: holds half a character .* at position 6; rename that file or folder$"
     ):

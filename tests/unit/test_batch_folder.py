@@ -94,11 +94,11 @@ def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, ch
     manifest = json.loads((made / "manifest.json").read_text())
     assert manifest["settings"].items() >= {"steps": 4, **fingerprint(checkpoint)}.items()
     names = [f"{prompt:05d}_{seed}.png" for prompt in range(2) for seed in range(4)]
-    assert list(manifest["pictures"]) == names == sorted(files(made))
+    assert list(manifest["images"]) == names == sorted(files(made))
     for name, pixels in zip(names, expected, strict=True):
         levels = torch.from_numpy(np.array(Image.open(made / name))).permute(2, 0, 1)
         assert (levels - (pixels + 1) * 127.5).abs().max() <= 0.51
-        entry = manifest["pictures"][name]
+        entry = manifest["images"][name]
         assert (entry["prompt"], f"_{entry['seed']}.") == (PROMPTS[int(name[:5])], name[5:-3])
 
 
@@ -248,7 +248,7 @@ def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(made, batch, conten
     before, file, listed = files(made), made / "00000_1.png", made / "manifest.json"
     document = json.loads(listed.read_bytes())
     if manifest == "of the start":
-        document["pictures"] = {}
+        document["images"] = {}
         listed.write_text(json.dumps(document))
     elif manifest == "removed":
         listed.unlink()
@@ -271,8 +271,8 @@ def test_a_picture_that_its_owner_has_edited_stays(made, batch):
     assert files(made) == edited
 
 
-MANIFESTS = [b"", b"{", b"[]", b"{}", b'{"version": 3, "settings": {}, "pictures": {}}', b"[" * 100_000, b"\xff"]
-MANIFESTS += [b'{"settings": {"width": 1, "height": 1, "steps": 1, "sampler": ""}, "pictures": {"a.png": 3}}']
+MANIFESTS = [b"", b"{", b"[]", b"{}", b'{"version": 3, "settings": {}, "images": {}}', b"[" * 100_000, b"\xff"]
+MANIFESTS += [b'{"settings": {"width": 1, "height": 1, "steps": 1, "sampler": ""}, "images": {"a.png": 3}}']
 
 
 @pytest.mark.parametrize("content", MANIFESTS, ids=range(len(MANIFESTS)))
@@ -377,7 +377,7 @@ def test_an_image_with_nan_is_reported_and_does_not_block_the_run_or_a_resume(ba
     assert lines[2].startswith("images: 2 failed, number 1, 5, counted from 0; number 1 failed because of samples: ")
     assert lines[2].endswith("the same command tries them again")
     before = files(tmp_path / "out")
-    assert len(before) == 6 and len(json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]) == 6
+    assert len(before) == 6 and len(json.loads((tmp_path / "out" / "manifest.json").read_bytes())["images"]) == 6
     sampled = nan_images({3})
     # The next run tries the two images again, and only them.
     code, out, err = batch("--chunk", chunk)
@@ -462,7 +462,7 @@ def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch
     written = len(files(made))
     assert code == 1 and f"cannot write into out (No space left on device); {written} of 8 images exist" in err
     assert out.count(".png (") == written - 2 and len(err.splitlines()) == 1
-    assert len(json.loads((made / "manifest.json").read_bytes())["pictures"]) == written
+    assert len(json.loads((made / "manifest.json").read_bytes())["images"]) == written
 
 
 def test_a_file_with_seeds_is_resumed(tmp_path, batch, checkpoint):
@@ -475,32 +475,19 @@ def test_a_file_with_seeds_is_resumed(tmp_path, batch, checkpoint):
     names = ["00000_7", "00000_8", "00001_5", "00001_6", "00002_3", "00002_4"]
     written = files(out)
     assert sorted(written) == [f"{name}.png" for name in names]
-    listed = json.loads((out / "manifest.json").read_text())["pictures"]
+    listed = json.loads((out / "manifest.json").read_text())["images"]
     assert [entry["prompt"] for entry in listed.values()] == [rows[number // 2]["prompt"] for number in range(6)]
     expected = sana_core.generate(PROMPTS[:1], checkpoint, seed=8, steps=1, width=128, height=128)[0]
     pixels = torch.from_numpy(np.array(Image.open(out / "00000_8.png"))).permute(2, 0, 1)
     assert (pixels - (expected + 1) * 127.5).abs().max() <= 0.51
     # A power failure leaves an empty image that the manifest does not list.
     document = json.loads((out / "manifest.json").read_text())
-    del document["pictures"]["00002_4.png"]
+    del document["images"]["00002_4.png"]
     (out / "manifest.json").write_text(json.dumps(document))
     (out / "00002_4.png").write_bytes(b"")
     code, said, err = batch("--count", 2, "--seed", 5, **options)
     assert code == 0 and said.startswith("5 of 6 images exist\n"), err
     assert {name: data for name, (data, _) in files(out).items()} == {name: data for name, (data, _) in written.items()}
-
-
-def test_claims_of_an_earlier_version_are_read(drawn, batch, tmp_path):
-    out = shutil.copytree(drawn, tmp_path / "out")
-    document = json.loads((out / "manifest.json").read_text())
-    assert document["claims"] == [[0, 2, 0, 4]]
-    document["claims"] = [[2, 0, 4]]
-    del document["pictures"]["00001_2.png"]
-    (out / "manifest.json").write_text(json.dumps(document))
-    (out / "00001_2.png").write_bytes(b"")
-    code, said, err = batch()
-    assert code == 0 and said.startswith("7 of 8 images exist\n"), err
-    assert json.loads((out / "manifest.json").read_text())["claims"] == [[0, 2, 0, 4]]
 
 
 def read_settings(folder):
@@ -509,7 +496,7 @@ def read_settings(folder):
 
 def test_a_folder_of_an_earlier_version_says_so(made, batch):
     document = json.loads((made / "manifest.json").read_bytes())
-    del document["settings"]["version"], document["claims"]
+    document["settings"]["version"] -= 1
     (made / "manifest.json").write_text(json.dumps(document))
     before = files(made)
     code, _, err = batch()
@@ -643,7 +630,7 @@ def test_a_picture_that_an_earlier_run_left_half_is_drawn_again(batch, tmp_path)
     picture, manifest = out / "00000_0.png", next(out.glob("*.json"))
     whole, listed = picture.read_bytes(), json.loads(manifest.read_text())
     picture.write_bytes(whole[: len(whole) // 2])
-    manifest.write_text(json.dumps({**listed, "pictures": {}}))
+    manifest.write_text(json.dumps({**listed, "images": {}}))
     assert batch("--count", 1, "--seed", 0, steps=1)[0] == 0
     assert picture.read_bytes() == whole
 

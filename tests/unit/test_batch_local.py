@@ -12,9 +12,9 @@ from pretend_card import pretend_cards
 
 import sana_core
 from sana_core.batch import batch_size, local, pipeline
-from sana_core.batch.local import generate_local, local_devices
+from sana_core.batch.local import generate_local
 from sana_core.batch.loop import run_batch
-from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder
+from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder, local_devices, prepare
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images, split_into_chunks
 from sana_core.batch.queue import Queue
 from sana_core.checkpoints.load import empty_parameters
@@ -61,7 +61,7 @@ def test_images_do_not_depend_on_workers_and_chunks(checkpoint, alone, workers, 
 def test_images_are_yielded_as_they_finish_with_their_specs(checkpoint, alone):
     pictures = batch_images(2, 4, 5)
     for picture, pixels in generate_local(
-        Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS
+        prepare(Workload(PROMPTS, pictures, 1, frozenset({0, 5})), checkpoint, SETTINGS, CPUS)
     ):
         assert picture.number not in (0, 5)
         assert torch.equal(pixels, alone[picture.number])
@@ -112,7 +112,8 @@ def test_a_device_that_hangs_is_left_out(checkpoint, slow_draw, caplog):
     slow_draw(hang)
     pictures = batch_images(2, 4, 5)
     arrived = [
-        p.number for p, _ in generate_local(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS, grace=0.1)
+        p.number
+        for p, _ in generate_local(prepare(Workload(PROMPTS, pictures, 1), checkpoint, SETTINGS, CPUS), grace=0.1)
     ]
     woken.set()
     assert sorted(arrived) == list(range(8))
@@ -240,7 +241,7 @@ def test_loading_can_be_cancelled(checkpoint, part):
             raise local.Cancelled
 
     chunk, cpu = tuple(batch_images(1, 1, 0)), torch.device("cpu")
-    generation = local.LocalGeneration(Workload(PROMPTS, chunk), checkpoint, SETTINGS, [chunk], [cpu])
+    generation = local.LocalGeneration(prepare(Workload(PROMPTS, chunk), checkpoint, SETTINGS, [cpu]), [chunk])
     with pytest.raises(local.Cancelled):
         if part == "models":
             generation.load_models_on(cpu, poll)
@@ -303,7 +304,9 @@ def test_an_image_that_fails_alone_does_not_end_the_batch(checkpoint, alone, slo
     slow_draw(fail)
     results = {
         image.number: result
-        for image, result in generate_local(Workload(PROMPTS, batch_images(2, 4, 5), 3), checkpoint, SETTINGS, ["cpu"])
+        for image, result in generate_local(
+            prepare(Workload(PROMPTS, batch_images(2, 4, 5), 3), checkpoint, SETTINGS, ["cpu"])
+        )
     }
     assert results.pop(5) == FailedImage("ValueError: unlucky")
     assert len(results) == 7 and all(torch.equal(result, alone[number]) for number, result in results.items())
@@ -393,7 +396,8 @@ def loads(monkeypatch):
 def draw_many(checkpoint, devices=("cpu",), chunk=1):
     pictures = batch_images(len(MANY), 2, 5)
     return {
-        p.number: pixels for p, pixels in generate_local(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices)
+        p.number: pixels
+        for p, pixels in generate_local(prepare(Workload(MANY, pictures, chunk), checkpoint, SMALL, devices))
     }
 
 
@@ -422,7 +426,7 @@ def test_with_little_memory_encoder_and_models_are_never_loaded_together(checkpo
 def test_a_late_copy_generates_only_the_images_that_nobody_has_finished(checkpoint, alone):
     images = batch_images(2, 4, 5)
     chunk, cpu = (images[3], images[4]), torch.device("cpu")
-    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [chunk], [cpu])
+    generation = local.LocalGeneration(prepare(Workload(PROMPTS, images), checkpoint, SETTINGS, [cpu]), [chunk])
     generate = generation.prepare(cpu, lambda: None)
     generation.before_chunk("cpu", cpu, chunk, lambda: None)
     generation.finish_image(0)
@@ -430,10 +434,6 @@ def test_a_late_copy_generates_only_the_images_that_nobody_has_finished(checkpoi
     assert finished == FailedImage("another device has finished it") and torch.equal(missing, alone[4])
     generation.finish_image(1)
     assert generate(chunk) == [finished] * 2
-
-
-def resolved(checkpoint):
-    return pipeline.resolve_settings(SETTINGS, checkpoint)
 
 
 def test_each_gpu_gets_as_many_images_at_once_as_fit_into_its_memory(checkpoint, monkeypatch):
@@ -449,7 +449,7 @@ def test_each_gpu_gets_as_many_images_at_once_as_fit_into_its_memory(checkpoint,
     monkeypatch.setattr(local, "generate_chunk", generate)
     with pretend_cards(2):
         images = batch_images(len(MANY), 2, 5)
-        results = list(generate_local(Workload(MANY, images), checkpoint, SMALL, list(limits)))
+        results = list(generate_local(prepare(Workload(MANY, images), checkpoint, SMALL, list(limits))))
     assert sorted(image.number for image, _ in results) == list(range(20))
     assert max(sizes["cuda:0"]) == 3 and sizes["cuda:1"] == {1}
 
@@ -469,7 +469,7 @@ def test_prompts_move_to_another_device_when_the_first_gpu_cannot_encode(checkpo
     monkeypatch.setattr(local, "load_encoder", load)
     with pretend_cards(2):
         images = batch_images(len(MANY), 1, 5)
-        results = list(generate_local(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+        results = list(generate_local(prepare(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"])))
     assert len(results) == 10 and not any(isinstance(result, FailedImage) for _, result in results)
     assert used[-1] == ("cuda:1" if share else "cpu")
 
@@ -486,14 +486,14 @@ def test_a_gpu_that_breaks_while_it_encodes_leaves_the_prompts_to_the_others(che
     monkeypatch.setattr(local, "encode_text", encode)
     with pretend_cards(2) as cards:
         images = batch_images(len(MANY), 2, 5)
-        results = list(generate_local(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+        results = list(generate_local(prepare(Workload(MANY, images, 1), checkpoint, SMALL, ["cuda:0", "cuda:1"])))
     assert sorted(image.number for image, _ in results) == list(range(20))
 
 
 def test_every_prompt_is_checked_before_anything_is_loaded(checkpoint, loads):
-    drawing = generate_local(Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5)), checkpoint, SMALL)
+    workload = Workload([*MANY, "half \ud83d"], batch_images(11, 1, 5))
     with pytest.raises(ValueError, match=r"^prompt 11: .*half a character .* at position 5; write the text again$"):
-        next(drawing)
+        next(generate_local(prepare(workload, checkpoint, SMALL)))
     assert not loads
 
 
@@ -502,7 +502,7 @@ def test_a_lone_surrogate_in_the_negative_prompt_is_refused_before_anything_is_l
     with pytest.raises(
         ValueError, match=r"^negative_prompt: .*half a character .* at position 5; write the text again$"
     ):
-        next(generate_local(Workload(MANY, batch_images(10, 1, 5)), checkpoint, settings))
+        next(generate_local(prepare(Workload(MANY, batch_images(10, 1, 5)), checkpoint, settings)))
     assert not loads
 
 
@@ -515,7 +515,7 @@ def test_an_encoded_prompt_keeps_no_padding(checkpoint):
 def test_no_thread_holds_the_lock_while_a_device_tells_its_memory(checkpoint, monkeypatch):
     monkeypatch.setattr(local, "FIRST_ON_CPU", 1)
     images, cpu = batch_images(2, 1, 5), torch.device("cpu")
-    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [images], [cpu])
+    generation = local.LocalGeneration(prepare(Workload(PROMPTS, images), checkpoint, SETTINGS, [cpu]), [images])
     # Another device encodes, and this one asks whether it has room for a text encoder too.
     generation.plan.begin("other", "another device", time.monotonic())
     generation.models[cpu].models = object()
@@ -552,7 +552,7 @@ def test_a_gpu_that_other_programs_have_filled_is_left_out(checkpoint, monkeypat
     monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: free_bytes(arguments[-1]) < 0)
     with pretend_cards(2):
         images = batch_images(len(MANY), 1, 5)
-        results = list(generate_local(Workload(MANY, images, chunk), checkpoint, SMALL, ["cuda:0", "cuda:1"]))
+        results = list(generate_local(prepare(Workload(MANY, images, chunk), checkpoint, SMALL, ["cuda:0", "cuda:1"])))
     assert len(results) == 10 and not any(isinstance(result, FailedImage) for _, result in results)
 
 
@@ -566,7 +566,8 @@ def test_a_gpu_that_is_full_does_not_end_the_search_for_a_place_for_the_encoder(
 
     monkeypatch.setattr(local, "has_room_for_encoder", has_room)
     images = batch_images(1, 1, 5)
-    generation = local.LocalGeneration(Workload(PROMPTS, images), checkpoint, resolved(checkpoint), [images], devices)
+    request = prepare(Workload(PROMPTS, images), checkpoint, SETTINGS)._replace(devices=devices)
+    generation = local.LocalGeneration(request, [images])
     places = [str(device) for device, _ in generation.places_for_encoder(devices[1])]
     assert places == ["cuda:1", "cpu", "cuda:1"]
 
@@ -583,7 +584,7 @@ def test_a_negative_prompt_of_nan_does_not_make_all_images_fail(checkpoint, monk
 
     monkeypatch.setattr(local, "encode_negative", encode)
     images = batch_images(2, 4, 5)
-    generated = generate_local(Workload(PROMPTS, images, 1), checkpoint, SETTINGS, ["cpu"])
+    generated = generate_local(prepare(Workload(PROMPTS, images, 1), checkpoint, SETTINGS, ["cpu"]))
     if bad == 1:
         assert not any(isinstance(result, FailedImage) for _, result in generated)
         return

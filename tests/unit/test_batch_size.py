@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from sana_core import inspect_checkpoint
 from sana_core.batch import batch_size, local
-from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import LARGEST_CHUNK, Workload, batch_images
+from sana_core.checkpoints import find_part
+from sana_core.checkpoints.configs import architecture
 from sana_core.cluster.batch import make_job
 from sana_core.cluster.worker import unpack
 from sana_core.memory import GUIDED, MOST_PASSES, Passes, transformer_bytes
@@ -56,7 +59,7 @@ def test_a_chunk_fits_with_the_prompts_and_the_passes_of_its_settings(
     settings = SamplingSettings(128, 128, **options)
     needed = transformer_bytes(Architecture(160, 5), 4, 4, 8, torch.float32, True, min(prompts, 8), passes)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: 1.001 * needed / 0.8)
-    assert batch_size.largest_chunk(checkpoint, settings, GPU, True, prompts) == 8
+    assert batch_size.largest_chunk(inspect_checkpoint(checkpoint), settings, GPU, True, prompts) == 8
 
 
 def test_without_any_memory_it_is_one():
@@ -64,25 +67,25 @@ def test_without_any_memory_it_is_one():
 
 
 def test_the_numbers_are_those_of_the_checkpoint(checkpoint):
-    assert batch_size.find_architecture(checkpoint) == Architecture(160, 5)
+    assert architecture(find_part(inspect_checkpoint(checkpoint), "transformer").headers) == Architecture(160, 5)
     # 2.3 M and 1.4 M parameters
-    assert 3.5e6 < batch_size.weight_bytes(checkpoint, torch.bfloat16) / 2 < 4e6
+    assert 3.5e6 < batch_size.weight_bytes(inspect_checkpoint(checkpoint), torch.bfloat16) / 2 < 4e6
 
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_weights_that_are_not_there_yet_take_their_part(checkpoint, monkeypatch, loaded):
     settings = SamplingSettings(128, 128)
-    weights = batch_size.weight_bytes(checkpoint, torch.float32)
+    weights = batch_size.weight_bytes(inspect_checkpoint(checkpoint), torch.float32)
     one, two = (transformer_bytes(Architecture(160, 5), 4, 4, n, torch.float32, True) for n in (16, 32))
     free = (one + two) / 2 / 0.8 + (0 if loaded else weights)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
-    assert batch_size.largest_chunk(checkpoint, settings, GPU, loaded, 1) == 16
+    assert batch_size.largest_chunk(inspect_checkpoint(checkpoint), settings, GPU, loaded, 1) == 16
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: free - weights)
-    assert batch_size.largest_chunk(checkpoint, settings, GPU, loaded, 1) < 16
+    assert batch_size.largest_chunk(inspect_checkpoint(checkpoint), settings, GPU, loaded, 1) < 16
 
 
 def test_a_cpu_draws_one_after_another(checkpoint):
-    assert batch_size.largest_chunk(checkpoint, SamplingSettings(), torch.device("cpu")) == 1
+    assert batch_size.largest_chunk(inspect_checkpoint(checkpoint), SamplingSettings(), torch.device("cpu")) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,11 +107,12 @@ def test_devices_are_asked_with_the_prompts_of_the_workload(checkpoint, monkeypa
 
     monkeypatch.setattr(local, "largest_chunk", largest_chunk)
     workload = Workload(["a", "b", "c"][:prompts], batch_images(prompts, 1, 0))
-    assert len(list(local.generate_local(workload, checkpoint, SamplingSettings(64, 64, steps=1), ["cpu"]))) == prompts
+    request = prepare(workload, checkpoint, SamplingSettings(64, 64, steps=1), ["cpu"])
+    assert len(list(local.generate_local(request))) == prompts
     assert asked == [prompts]
 
 
 def test_machines_of_a_cluster_are_told_the_number_of_prompts(checkpoint):
     workload = Workload(["a", "b"], batch_images(2, 3, 0))
-    job = make_job(workload, checkpoint, SamplingSettings(64, 64, steps=1))
+    job = make_job(prepare(workload, checkpoint, SamplingSettings(64, 64, steps=1)))
     assert unpack(job.pack()).prompts == 2

@@ -106,10 +106,10 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     pngs = {path.name: path for path in Path("out").glob("*.png")}
     assert pngs.keys() == names(ranks, 2)
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert {name: each["rank"] for name, each in manifest["pictures"].items()} == {
+    assert {name: image["rank"] for name, image in manifest["images"].items()} == {
         f"{prompt:05d}_{5 + int(ranks[1][prompt, rank])}.png": rank + 1 for prompt in range(2) for rank in range(2)
     }
-    assert all(entry(path)["score"] == manifest["pictures"][name]["score"] for name, path in pngs.items())
+    assert all(entry(path)["score"] == manifest["images"][name]["score"] for name, path in pngs.items())
     # of one prompt an image is gone, the other prompt is whole, and the list is lost
     lost = f"00001_{5 + int(ranks[1][1, 0])}.png"
     whole, kept = pngs[lost].read_bytes(), {name: path.stat().st_mtime_ns for name, path in pngs.items()}
@@ -121,7 +121,7 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     assert "2 of 4 images exist" in said and "6 images in" in said
     assert {path.name for path in Path("out").glob("*.png")} == pngs.keys() and pngs[lost].read_bytes() == whole
     assert all(path.stat().st_mtime_ns == kept[name] for name, path in pngs.items() if name != lost)
-    assert json.loads(Path("out/manifest.json").read_text())["pictures"] == manifest["pictures"]
+    assert json.loads(Path("out/manifest.json").read_text())["images"] == manifest["images"]
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2) == 0
     assert "4 of 4 images exist" in capsys.readouterr().out
 
@@ -173,7 +173,7 @@ def test_one_bad_score_does_not_end_a_batch_and_its_json_is_valid(
     worst = ranks[1][:, -1].tolist()
     nan_for([images[0, worst[0]], *images[1]])
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 6) == 0
-    manifest = valid(Path("out/manifest.json").read_text())["pictures"]
+    manifest = valid(Path("out/manifest.json").read_text())["images"]
     assert len(manifest) == 12 and manifest[f"00000_{5 + worst[0]}.png"]["score"] is None
     assert [image["score"] for image in manifest.values()].count(None) == 7
     for path in Path("out").glob("*.png"):
@@ -203,7 +203,7 @@ def test_a_manifest_with_nan_of_an_earlier_version_becomes_valid_json(checkpoint
     for number in ("NaN", "-Infinity", "1e999"):
         file.write_text(re.sub(r'"score": [^,]+', f'"score": {number}', file.read_text()))
         assert command("batch", "prompts.txt", checkpoint, clip, "--best", 1) == 0
-        assert len(valid(file.read_text())["pictures"]) == 2
+        assert len(valid(file.read_text())["images"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from adapted import save_adapter
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.pipeline import SamplingSettings, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, prepare, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.worker import Job, Worker
@@ -90,4 +90,6 @@ def test_how_the_option_is_read():
 def test_a_file_that_is_not_there_is_named_before_a_cluster_is_asked(checkpoint, tmp_path):
     settings = SamplingSettings(32, 32, loras=((str(tmp_path / "none.safetensors"), 1.0),))
     with pytest.raises(MissingFileError, match="none.safetensors"):
-        list(generate_on_cluster(sana_core.batch.plan.Workload([PROMPT], (), None), checkpoint, settings, None))
+        list(
+            generate_on_cluster(prepare(sana_core.batch.plan.Workload([PROMPT], (), None), checkpoint, settings), None)
+        )

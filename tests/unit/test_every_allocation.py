@@ -7,7 +7,7 @@ from decoders import noise, relative
 
 from sana_core import decode_latents, encode_images
 from sana_core.batch import local
-from sana_core.batch.pipeline import SamplingSettings
+from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
@@ -66,7 +66,7 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
     def run():
         settings = SamplingSettings(128, 128, steps=1)
         workload = Workload(["a red circle"], batch_images(1, 2, 0), chunk=2)
-        drawn = local.generate_local(workload, checkpoint, settings, ["cpu"])
+        drawn = local.generate_local(prepare(workload, checkpoint, settings, ["cpu"]))
         return {picture.number: pixels for picture, pixels in drawn}
 
     counts = []

@@ -275,10 +275,11 @@ def work(monkeypatch):
         done.append(f"frames {hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()}")
         return write_video(path, frames, overwrite)
 
-    def generate_on_cluster(workload, checkpoint, settings, where, described, report, shared, on_status):
+    def generate_on_cluster(request, where, described, report, shared, on_status):
         # tests/cluster has real clusters. Here this process generates what a cluster would.
-        done.append(f"{where}, chunk {workload.chunk}, {checkpoint}, {settings}, shared {shared is not None}")
-        return local.generate_local(workload, checkpoint, settings, ["cpu"], report=report)
+        workload, checkpoint, settings, _ = request
+        done.append(f"{where}, chunk {workload.chunk}, {checkpoint.path}, {settings}, shared {shared is not None}")
+        return local.generate_local(request._replace(devices=[torch.device("cpu")]), report=report)
 
     def compiled(function, **named):
         done.append("compiled")

@@ -18,6 +18,7 @@ import torch
 from server import PromptServer
 
 from ....sana_core.batch.progress import OnStatus
+from ....sana_core.checkpoints import Checkpoint
 from ....sana_core.checkpoints.fingerprint import fingerprint
 from ....sana_core.cluster.actors import Work
 from ....sana_core.cluster.connection import ClusterSettings
@@ -70,10 +71,10 @@ def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
     return path_of(model), resolution, reference
 
 
-def fingerprints(paths: list[str]) -> dict[str, Mapping[str, object]]:
-    """Return the fingerprint of each path; the first time, all of the files is read. Cancel is polled."""
+def fingerprints(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Mapping[str, object]]:
+    """Return the fingerprint of each checkpoint. The first time, its files are read whole. Polls cancel."""
     poll = comfy.model_management.throw_exception_if_processing_interrupted
-    return {path: fingerprint(path, lambda done, total: poll()) for path in paths}
+    return {path: fingerprint(checkpoint, lambda done, total: poll()) for path, checkpoint in checkpoints.items()}
 
 
 def run_for(

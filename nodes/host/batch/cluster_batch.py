@@ -18,6 +18,7 @@ import torch
 from ....sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from ....sana_core.batch.plan import Embedding, FailedImage, Workload
 from ....sana_core.batch.progress import Progress, WorkerReport
+from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.cluster.batch import generate_with
 from ....sana_core.cluster.worker import Job
 from ....sana_core.errors import InputError
@@ -28,7 +29,7 @@ from ..compat.patches import INTERVAL, PERTURBED, staying
 from ..loading.vae import vae_path
 from ..report import progress_under_running_node, status_under_running_node
 from ..sampling.core_nodes import ENCODED
-from ..sampling.model import SanaDiffusionModel, check_width
+from ..sampling.model import SanaDiffusionModel, check_prompt_width
 from ..sampling.prompts import Prompt
 from .cluster import fingerprints, plain_file, require_cluster, run_for, session_on
 
@@ -44,7 +45,7 @@ REMEDY = "remove it, or choose all in devices"
 PLAIN = {"pooled_output", "attention_mask", ENCODED}
 
 
-def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
+def sample_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Counter[str]]:
     """Return (LATENT row, IMAGE or None without a VAE) of each image, and the number of images of each machine.
 
     An image that failed is black. Raises InputError for inputs that a cluster does not support, if cluster.json is
@@ -52,7 +53,7 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     the error of a machine if none is left.
     """
     cluster = require_cluster()
-    job, prompts = make_job(batch)
+    job, prompts = node_job(batch)
     session = session_on(cluster)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     images = batch.images
@@ -96,14 +97,14 @@ def generate_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, to
     return [results[number] for number in sorted(results)], machines
 
 
-def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
+def node_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     """Return the job for the machines, and the encoded prompts. Raises InputError for unsupported inputs."""
     check_model(batch.model)
     path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
-    prompts = split_prompts("positive", batch.positive, transformer)
+    prompts = plain_prompts("positive", batch.positive, transformer)
     # SANA-Sprint models have no negative prompt.
-    negatives = split_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
+    negatives = plain_prompts("negative", batch.positive if batch.sampler == SPRINT else batch.negative, transformer)
     if len(negatives) > 1 and batch.sampler != SPRINT:
         raise InputError(f"negative: got {len(negatives)} prompts, a cluster takes one; use SANA Text Encode")
     scale, blocks = batch.model.get_attachment(PERTURBED) or (0.0, "")
@@ -123,17 +124,16 @@ def make_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     paths = [path]
     if batch.vae is not None:
         paths.append(vae_path(batch.vae, "a cluster"))
-    weights = fingerprints(paths)
-    settings = resolve_settings(settings, path)
-    init = init_image(batch)
+    checkpoints = {path: inspect_checkpoint(path) for path in paths}
+    weights = fingerprints(checkpoints)
     job = Job(
-        settings,
+        resolve_settings(settings, checkpoints[path]),
         weights,
         *paths,
         negative=negatives[0],
         resolution=resolution,
         latents=True,
-        init=init,
+        init=init_image(batch),
         prompts=len(prompts),
     )
     return job, prompts
@@ -160,7 +160,7 @@ def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] |
     return batch.model.model.process_latent_in(latents), mask
 
 
-def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:
+def plain_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:
     """Return embeddings [1, T, C] and mask [1, T] of each prompt, without padding.
 
     Raises InputError for areas, ControlNets, hooks, combined or too long prompts, and another text encoder.
@@ -171,7 +171,7 @@ def split_prompts(field: str, conditioning: list, transformer: SanaDiffusionMode
     unsupported = sorted(key for key, value in options.items() if key not in PLAIN and value is not None)
     if unsupported:
         raise InputError(f"{field}: got {', '.join(unsupported)}, which a cluster cannot use; {REMEDY}")
-    check_width(field, embeds, transformer)
+    check_prompt_width(field, embeds, transformer)
     prompt = Prompt(field, embeds, options.get("attention_mask"), keep=False)
     texts = []
     for row, mask in zip(prompt.embeds.cpu().split(1), prompt.mask.cpu().split(1), strict=True):

@@ -22,19 +22,19 @@ import latent_preview
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....sana_core.batch.batch_size import find_architecture, images_that_fit
+from ....sana_core.batch.batch_size import images_that_fit
 from ....sana_core.batch.local import GenerateChunk, LocalPool
 from ....sana_core.batch.loop import run_batch
 from ....sana_core.batch.plan import Chunk, ImageSpec, Workload, sampled_together
 from ....sana_core.batch.queue import Queue
 from ....sana_core.decode.devices import device_error
 from ....sana_core.errors import InputError, first_line
-from ....sana_core.model.known_models import SPRINT
+from ....sana_core.model.known_models import SPRINT, Architecture
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ....sana_core.runtime.cancellation import Poll, Polled
 from ....sana_core.runtime.checks import check_finite
-from ..compat.internals import compile_again, loaded_from
+from ..compat.internals import compile_again
 from ..compat.patches import SPLIT, unshared
 from ..folders import TWO_WORKERS
 from ..loading.controlnet import SanaControlNet, control_on, encode_hints
@@ -176,7 +176,9 @@ def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device
         if loaded.load_device == device:
             free += loaded.loaded_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
-    architecture = find_architecture(loaded_from(model)[0])
+    config = model.model.diffusion_model.config
+    width_of_model = config.num_attention_heads * config.attention_head_dim
+    architecture = Architecture(width_of_model, config.num_layers, config.qk_norm is not None, config.guidance_embeds)
     available = free - model.model_size()
     return images_that_fit(device, available, architecture, width, height, model.model.get_dtype_inference())
 
@@ -195,7 +197,7 @@ class DeviceStats(NamedTuple):
     together: int = 0
 
 
-class Worker(NamedTuple):
+class DeviceWorker(NamedTuple):
     """What one thread of the batch uses."""
 
     device: torch.device
@@ -252,7 +254,7 @@ class DeviceGeneration:
         # One for all images, because `begin` would create one for each sampling.
         self.shared_notes = Notes()
         # The workers that no thread has taken yet.
-        self.workers: list[Worker] = []
+        self.workers: list[DeviceWorker] = []
         for device in devices:
             failure = self.add_worker(device, conditionings, controls, hints)
             if failure is not None:
@@ -306,7 +308,7 @@ class DeviceGeneration:
             if not (is_out_of_memory(error) or is_driver_error(error)):
                 raise
             return error
-        self.workers.append(Worker(device, model, positive, negative, vae, limit))
+        self.workers.append(DeviceWorker(device, model, positive, negative, vae, limit))
         return None
 
     def prepare(self, device: torch.device, poll: Poll) -> GenerateChunk[Generated]:
@@ -359,7 +361,7 @@ class DeviceGeneration:
 
         return generate
 
-    def generate_part(self, worker: Worker, part: Chunk, callback: Callable, poll: Poll) -> list[Generated]:
+    def generate_part(self, worker: DeviceWorker, part: Chunk, callback: Callable, poll: Poll) -> list[Generated]:
         """Sample the images of `part` as one batch, then decode them one by one if there is a VAE."""
         batch = self.batch
         prompts = [image.prompt for image in part]
@@ -383,7 +385,7 @@ class DeviceGeneration:
         lock = self.device_locks.get(device)
         return nullcontext() if lock is None else held(lock, poll)
 
-    def decode(self, worker: Worker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
+    def decode(self, worker: DeviceWorker, latent: torch.Tensor, poll: Poll) -> torch.Tensor:
         """Return the IMAGE of one row of a LATENT, a black one for NaN."""
         poll()
         vae = worker.vae
@@ -405,7 +407,7 @@ class DeviceGeneration:
                     return torch.full([side * DOWNSCALE for side in latent.shape[1:]] + [3], math.nan)
 
 
-def generate_on_devices(
+def sample_on_devices(
     batch: BatchInputs, devices: list[torch.device]
 ) -> tuple[dict[ImageSpec, Generated], dict[str, DeviceStats], list[str]]:
     """Return the results by image, the statistics by worker, and lines for the user."""

@@ -16,8 +16,8 @@ from ..folders import CLUSTER, one_gpu_note
 from ..report import show_on_running_node
 from ..sampling.core_nodes import unfit
 from ..sampling.sampler import SEED
-from .cluster_batch import generate_on_cluster
-from .devices import DeviceStats, find_devices, generate_on_devices
+from .cluster_batch import sample_on_cluster
+from .devices import DeviceStats, find_devices, sample_on_devices
 from .inputs import BatchInputs, check_batch
 
 # Pixels for the text behind the longest bar.
@@ -35,13 +35,13 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     batch = check_batch(batch)
     started = time.monotonic()
     if choice == CLUSTER:
-        rows, generated = generate_on_cluster(batch)
+        rows, generated = sample_on_cluster(batch)
         results = dict(zip(batch.images, rows, strict=True))
         stats = {worker: DeviceStats(number) for worker, number in generated.items()}
         bar_total = len(batch.images)
         notes = cluster_notes(batch)
     else:
-        results, stats, notes = generate_on_devices(batch, find_devices(batch.model, choice))
+        results, stats, notes = sample_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     replaced = ("samples", "batch_index")
     other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}

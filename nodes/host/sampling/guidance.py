@@ -42,12 +42,13 @@ def require_sana(model: torch.nn.Module) -> SanaModel:
 
 def require_images(model: torch.nn.Module) -> SanaModel:
     """Return `model`. Raises InputError unless it is a SANA model that generates images."""
-    if is_video(require_sana(model).diffusion_model.config):
+    sana = require_sana(model)
+    if is_video(sana.diffusion_model.config):
         raise InputError(
             "model: got SANA-Video, expected a SANA model of images; generate videos with SANA Video Latent and SANA "
             "Sampler"
         )
-    return require_sana(model)
+    return sana
 
 
 def prompt_of(cond: dict) -> Prompt:

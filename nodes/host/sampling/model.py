@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 from ....sana_core.errors import InputError
-from ....sana_core.model.controlnet import check_width as check_control_width
+from ....sana_core.model.controlnet import check_width
 from ....sana_core.model.forward import velocity
 from ....sana_core.model.known_models import GUIDANCE, size_note, trained_size
 from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
@@ -141,9 +141,8 @@ class SanaModel(comfy.model_base.BaseModel):
             got = "no embeddings" if context is None else f"embeddings of type {type(context).__name__}"
             raise InputError(f"{field}: got {got}, expected a tensor; encode the text with the CLIP of SANA Loader")
         out = super().extra_conds(**kwargs)
-        self.check_latent("latent_image", kwargs["noise"].shape)
         check_flow(self.model_sampling)
-        check_width(field, context, self.diffusion_model)
+        check_prompt_width(field, context, self.diffusion_model)
         check_count(field, context, kwargs["noise"])
         self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
@@ -193,7 +192,7 @@ def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
         )
 
 
-def check_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
+def check_prompt_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
     """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
     width = transformer.config.caption_channels
     if embeds.ndim != 3 or 0 in embeds.shape:
@@ -215,5 +214,5 @@ def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
             raise InputError(
                 f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
             )
-        check_control_width(model, transformer)
+        check_width(model, transformer)
         control = control.previous_controlnet

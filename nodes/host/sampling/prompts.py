@@ -11,6 +11,7 @@ import torch
 from ....sana_core.errors import InputError
 from ....sana_core.model.forward import prepare
 from ....sana_core.model.forward_inputs import Constants, Perturbation
+from ....sana_core.model.known_models import is_video
 from ....sana_core.sampling.guidance import PerturbedAttention
 from ....sana_core.video import forward as video
 
@@ -83,11 +84,11 @@ class PromptBatch:
         if key in known:
             return known[key]
         embeds, mask, perturbation = self.inputs(x)
-        own = video.prepare if x.ndim == 5 else prepare
-        found = own(transformer, embeds, mask, *x.shape[2:]), perturbation
+        prepare_prompts = video.prepare if is_video(transformer.config) else prepare
+        prepared = prepare_prompts(transformer, embeds, mask, *x.shape[2:]), perturbation
         if all(prompt.keep for prompt in self.prompts):
-            known[key] = found
-        return found
+            known[key] = prepared
+        return prepared
 
     def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
         """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""

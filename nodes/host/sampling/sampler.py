@@ -21,10 +21,10 @@ from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ....sana_core.model.latents import noise_stream
 from ....sana_core.model.reference import reference_of
-from ....sana_core.sampling.samplers import check_sampler, find_sampler
+from ....sana_core.sampling.samplers import Sampler, check_sampler, find_sampler
 from ....sana_core.sampling.schedules import trim_schedule
 from .guidance import SIGMA, require_sana
-from .model import WHOLE_TIMESTEPS, SanaModel, check_flow
+from .model import WHOLE_TIMESTEPS, check_flow
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,32 +35,32 @@ SEED = "sana_seed"
 
 
 class FlowSampler(comfy.samplers.KSAMPLER):
-    """A sampler of sana_core as ComfyUI's SAMPLER.
+    """A sampler of sana_core as ComfyUI's SAMPLER."""
 
-    `noise` is where scm takes its noise from; without it, from the seed that the host hands over.
-    """
-
-    def __init__(self, name: str, noise: Iterator[torch.Tensor] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(self.run)
         self.name = name
         self.sampler = find_sampler(name)
-        self.noise = noise
+        # The noise that scm adds. None: it comes from the seed that ComfyUI passes.
+        self.noise: Iterator[torch.Tensor] | None = None
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
-        check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
-        self.extra_options = {}
+        # A guider can call this method with any MODEL.
+        transformer = require_sana(model_wrap.inner_model).diffusion_model
+        check_sampler(transformer.config, self.name)
+        self.extra_options = {"reference": reference_of(transformer)}
         # a video's given frames are kept by the mask, and what is behind it is empty
         free = latent_image if denoise_mask is None or latent_image is None else latent_image * denoise_mask
         if free is not None and not free.any():
             # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
             # by that again is not always the same bits
             # ModelNoiseScale, which hosts before 0.30 may not have
-            self.extra_options = {"start": noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)}
+            self.extra_options["start"] = noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)
             noise = noise / sigmas[0]
         return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *args)
 
-    def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
-        """What KSAMPLER calls, with `x` noised by the host, or `start` in its place; cancel is polled every step."""
+    def run(self, model, x, sigmas, extra_args, callback, disable, reference, start=None):
+        """KSAMPLER calls this. ComfyUI has added noise to `x`. `start` takes its place. Polls cancel in every step."""
         x = x if start is None else start
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.sampler.whole_timesteps}
 
@@ -69,7 +69,6 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: sigma}}
             return model(x, sigmas.new_full((len(x),), sigma), **{**extra_args, "model_options": step})
 
-        reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
         # the first noise of the seed is what the image started from
         noise = self.noise or islice(noise_stream(x, extra_args["seed"] or 0), 1, None)
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
@@ -88,19 +87,25 @@ def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
     return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
 
 
+def sampler_for(model: ModelPatcher, name: str) -> Sampler:
+    """Return the sampler `name`. Raises InputError if it is unknown or does not fit, or if the MODEL is not SANA's."""
+    sampler = find_sampler(name)
+    check_sampler(require_sana(model.model).diffusion_model.config, name)
+    return sampler
+
+
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
     """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
 
-    Raises InputError for numbers out of range, for a sampler that is not in SAMPLERS or not for the model, and for a
-    MODEL that is not SANA's or has a ModelSampling of another kind than flow matching.
+    Raises InputError for numbers out of range, as `sampler_for` does, and for a MODEL that has a ModelSampling of
+    another kind than flow matching.
     """
-    sampler, transformer = find_sampler(name), require_sana(model.model).diffusion_model
-    check_sampler(transformer.config, name)
-    shift, reference = shift_of(model.get_model_object("model_sampling")), reference_of(transformer)
+    sampler, reference = sampler_for(model, name), reference_of(model.model.diffusion_model)
+    shift = model_shift(model.get_model_object("model_sampling"))
     return trim_schedule(lambda count: sampler.sigmas(count, shift, reference), steps, denoise)
 
 
-def shift_of(sampling) -> float:
+def model_shift(sampling) -> float:
     """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
     check_flow(sampling)
     # ModelSamplingFlux has its logarithm
@@ -108,7 +113,10 @@ def shift_of(sampling) -> float:
 
 
 class Sampling(NamedTuple):
-    """How images are sampled: the sampler's name in SAMPLERS, its sigmas, the guidance and the first seed."""
+    """How images are sampled: the sampler's name, its sigmas, the guidance and the first seed.
+
+    `sampler_for` has checked the sampler for the MODEL.
+    """
 
     sampler: str
     sigmas: torch.Tensor
@@ -127,11 +135,10 @@ def sample(
     """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
 
     With scm, `negative` is not read. `callback` takes the place of the node's progress and preview. Raises InputError
-    for a MODEL, a LATENT or embeddings that are not SANA's, and for a MODEL that the sampler is not for.
+    for a LATENT or embeddings that are not SANA's.
     """
-    transformer = require_sana(model.model).diffusion_model
-    check_sampler(transformer.config, sampling.sampler)
-    guidance = find_sampler(sampling.sampler).effective_guidance(reference_of(transformer), sampling.guidance)
+    sampler = FlowSampler(sampling.sampler)
+    guidance = sampler.sampler.effective_guidance(reference_of(model.model.diffusion_model), sampling.guidance)
     if sampling.sampler == SPRINT:
         # a SANA-Sprint model gets its guidance as an embedding
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
@@ -140,13 +147,13 @@ def sample(
     if mask is not None:
         check_mask(mask)
     samples = sana_latents(model, latent)
-    noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
+    sampler.noise = noise = noise_stream(samples, sampling.seed, latent.get("batch_index"))
     out = {k: v for k, v in latent.items() if k != "downscale_ratio_spacial"} | {SEED: sampling.seed}
     out["samples"] = comfy.sample.sample_custom(
         model,
         next(noise),
         guidance,
-        FlowSampler(sampling.sampler, noise),
+        sampler,
         sampling.sigmas,
         positive,
         negative,
@@ -165,7 +172,12 @@ def sana_latents(model: ModelPatcher, latent: dict) -> torch.Tensor:
     Raises InputError for other latents, and for empty ones whose cells have an unknown size.
     """
     samples, ratio = latent["samples"], latent.get("downscale_ratio_spacial")
-    check_samples(model.model, samples)
+    # ComfyUI repeats the channels of empty latents, and adds frames. It can bring no other latents into this shape.
+    if samples.is_nested or samples.ndim not in (4, 5) or 0 in samples.shape:
+        model.model.check_latent("latent_image", samples.shape)
+    if not samples.is_floating_point():
+        got = str(samples.dtype).removeprefix("torch.")
+        raise InputError(f"latent_image: got latents of {got}, expected floating-point numbers; use SANA Empty Latent")
     channels = model.model.latent_format.latent_channels
     if ratio is None and samples.shape[1] != channels and not samples.count_nonzero():
         raise InputError(
@@ -175,16 +187,6 @@ def sana_latents(model: ModelPatcher, latent: dict) -> torch.Tensor:
     samples = comfy.sample.fix_empty_latent_channels(model, samples, ratio)
     model.model.check_latent("latent_image", samples.shape)
     return samples
-
-
-def check_samples(model: SanaModel, samples: torch.Tensor) -> None:
-    """Raise InputError for a LATENT that ComfyUI cannot bring into the model's shape. It repeats the channels of empty
-    latents, and adds frames."""
-    if samples.is_nested or samples.ndim not in (4, 5) or 0 in samples.shape:
-        model.check_latent("latent_image", samples.shape)
-    if not samples.is_floating_point():
-        got = str(samples.dtype).removeprefix("torch.")
-        raise InputError(f"latent_image: got latents of {got}, expected floating-point numbers; use SANA Empty Latent")
 
 
 def check_mask(mask: torch.Tensor) -> None:

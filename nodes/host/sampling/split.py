@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 WORTHWHILE = 2048 * 2048
 
 
-def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
+def sharing_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     """Return the devices that `choice` names, the model's own first; only that where this machine has no others.
 
     Raises InputError for what is no name: the node takes any, for workflows come from other machines.
@@ -65,7 +65,7 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
     patched.remove_attachments(SPLIT)
-    devices = find_devices(patched, choice)
+    devices = sharing_devices(patched, choice)
     if len(devices) < 2:
         note = one_gpu_note() or "this machine has no other to share it with"
         return patched, f"one device, {devices[0]}, computes the image: {note}"
@@ -82,7 +82,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     guider = executor.class_obj
     patcher = guider.model_patcher
     other_devices = patcher.get_attachment(SPLIT)
-    check_patches(patcher, guider.conds)
+    refuse_unshared(patcher, guider.conds)
     check_rows(noise.shape[2], len(other_devices) + 1)
     pixels = image_pixels(noise)
     if math.prod(pixels) < WORTHWHILE:
@@ -124,7 +124,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     return executor(noise, *args, **kwargs)
 
 
-def check_patches(model: ModelPatcher, conds: dict) -> None:
+def refuse_unshared(model: ModelPatcher, conds: dict) -> None:
     """Raise InputError for patches that replace parts of the one model, which other devices cannot have."""
     if found := ", ".join(sorted(unshared(model, conds))):
         raise InputError(

@@ -13,7 +13,7 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import VIDEOS, VideoModel, nearest_shape
+from ....sana_core.model.known_models import VIDEOS, VideoModel, is_video, nearest_shape
 from ....sana_core.model.latents import LARGEST_BATCH
 from ....sana_core.model.reference import model_timestep
 from ....sana_core.runtime.checks import check_whole
@@ -130,7 +130,7 @@ class SanaVideoModel(SanaModel):
 
 def require_video(model: torch.nn.Module) -> SanaVideoModel:
     """Return `model`. Raises InputError unless it is a SANA-Video model."""
-    if not isinstance(require_sana(model), SanaVideoModel):
+    if not is_video(require_sana(model).diffusion_model.config):
         raise InputError("model: got one of images, expected SANA-Video; use SANA Empty Latent for an image")
     return model
 
