@@ -272,7 +272,7 @@ def test_a_clip_with_a_lora(refused, host):
 
 @pytest.mark.parametrize("field", ["trigger", "validation_prompts"])
 def test_a_lone_surrogate_in_a_text_is_refused_before_the_first_step(refused, field):
-    refused(f"^{field}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
+    refused(f"^{field}: contains half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
 
 
 def test_a_clip_that_is_none(refused):

@@ -147,7 +147,7 @@ def test_a_signal_ends_a_batch_tidily(checkpoint, tmp_path, number, status):
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == status, err
-    assert err == ("\nstopped; every file that was named is whole\n" if number == signal.SIGINT else "")
+    assert err == ("\nstopped; all files that were listed are complete\n" if number == signal.SIGINT else "")
     listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
     assert 3 <= len(listed) < 1000 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
 
@@ -435,6 +435,5 @@ def test_a_folder_where_nothing_can_be_written_is_named_before_anything_is_drawn
     done = command(name, first, "--checkpoint", checkpoint, *size)
     assert done.returncode == 1
     assert done.stderr == (
-        f"out: got {tmp_path / 'output'}, where nothing can be written (File exists), expected a folder of yours; "
-        "name another\n"
+        f"out: got {tmp_path / 'output'}, expected a folder that you can write to (File exists); choose another\n"
     )
