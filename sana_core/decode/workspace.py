@@ -51,7 +51,7 @@ class Workspace:
 
     def __init__(self, like: torch.Tensor, size: WorkspaceSize) -> None:
         self.memory, self.size = like.new_empty(2 * size.buffer + size.carried), size
-        # Elements of the carried rows that are in use. Whoever starts a new sequence of layers sets this to 0.
+        # Elements of the carried rows that are in use. Set it to 0 before a new sequence of layers.
         self.used = 0
         self.piece = piece_elements(size.buffer, like.device.type != "cpu")
 
