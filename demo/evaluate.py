@@ -94,11 +94,14 @@ def distances(judge: Judge, drawn: np.ndarray, seeds: int) -> dict[str, float]:
 
     The distances are between features. `drawn`: features of the images.
     """
-    paintings, others = (
+    paintings, other_paintings = (
         np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in part])
         for part in (range(seeds), range(seeds, 2 * seeds))
     )
-    return {"pictures": round(distance(paintings, drawn), 5), "paintings": round(distance(paintings, others), 5)}
+    return {
+        "pictures": round(distance(paintings, drawn), 5),
+        "paintings": round(distance(paintings, other_paintings), 5),
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def start_from_image(
 ) -> tuple[Denoiser, torch.Tensor]:
     """Wrap `model` to preserve the latents outside the mask. Returns it, and the noisy latents at `sigma`.
 
-    The operations and their order are as in KSamplerX0Inpaint of ComfyUI's comfy/samplers.py, for the same bits.
+    It is bit-identical to KSamplerX0Inpaint in ComfyUI's comfy/samplers.py: the same operations in the same order.
     """
     latents = init.latents.to(noise)
 

@@ -293,9 +293,10 @@ def test_decode_overwrites_only_what_it_may(command, checkpoint, tmp_path):
 def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "none.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
-    for name, wanted in (("none", "contains other, expected a tensor 'latents'"), ("text", "is not a safetensors file")):
-        done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
-        assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]
+    messages = {"none": "contains other, expected a tensor 'latents'", "text": "is not a safetensors file"}
+    for name, message in messages.items():
+        process = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
+        assert process.returncode == 1 and message in process.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("shape, dtype", [((0, 32, 2, 2), torch.float32), ((1, 32, 2, 2), torch.complex64)])
