@@ -1,8 +1,8 @@
 """Launches, bytes and peaks of steps, decodes and encodes on an accelerator, counted without one: `make bench`.
 
-Writes benchmarks/accelerator_counts.json: what tests/fake_accelerator.py counts of the real configurations in bf16,
-and beside each peak what the planner predicts. Nothing of this has run on a card: it knows no time, and of memory
-neither cuDNN's workspace nor fragmentation.
+Writes benchmarks/accelerator_counts.json. tests/fake_accelerator.py counts them for the real configurations in bf16.
+Each peak is compared with the planner's prediction. No GPU has run this. There are no times, and the memory does not
+include cuDNN's workspace and fragmentation.
 """
 
 from __future__ import annotations
@@ -38,36 +38,39 @@ from sana_core.split.threads import ExchangeBoard, ThreadExchange
 
 DTYPE = torch.bfloat16
 TOKENS = 300
-# of the variants of sana_core.checkpoints.released: the pixels that are counted
+# (variant, side of the image in pixels).
 STEPS = (("1.6B", 1024), ("1.6B", 2048), ("1.6B", 4096), ("1.6B", 8192), ("0.6B", 1024), ("1.5-4.8B", 1024))
 SIDES = (1024, 2048, 4096, 8192)
-# in the smallest plans, which launch a hundred thousand times at 8192 px
+# For the smallest plans, which have a hundred thousand launches at 8192 px.
 SMALL_SIDES = (1024, 2048, 4096)
 
 
 def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
-    found = counter.figures()
+    values = counter.figures()
     if predicted is not None:
         peaks = counter.peak.values()
-        found["predicted_megabytes"] = round(predicted / 1e6, 1)
-        found["predicted_of_peak"] = [round(predicted / peak, 3) for peak in peaks]
-    return found
+        values["predicted_megabytes"] = round(predicted / 1e6, 1)
+        values["predicted_of_peak"] = [round(predicted / peak, 3) for peak in peaks]
+    return values
 
 
 def transformer(variant: str, pixels: int, fp8: bool = False) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
     with torch.device(FIRST):
-        made = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
-    # as `load_models` does
-    join_projections(made)
+        model = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
+    # As in `load_models`.
+    join_projections(model)
     if fp8:
-        quantise_products(made)
-    return made
+        quantise_products(model)
+    return model
 
 
 def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) -> dict[str, Any]:
-    """Return the counts of one guided step, a short negative prompt beside a long prompt; the peak is the first's."""
-    # what prepare reads: the longest prompt, and whether all are as long
+    """Return the counts of a guided step with a short negative prompt and a long prompt.
+
+    The launches are from the second step, and the peak is from the first step.
+    """
+    # Values that `prepare` reads: the length of the longest prompt, and whether all have this length.
     scalars = {torch.int64: TOKENS, torch.bool: False}
     first, second = Counter(scalars), Counter(scalars)
     with fake_accelerators(), torch.no_grad():
@@ -89,19 +92,21 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
 
 
 def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = False) -> dict[str, Any]:
-    """Return the counts of one of so many members, of whom two are its neighbours if there are, that share the rows of
-    a step; the others' tensors lie on another device."""
+    """Return the counts of one of `members` devices that share the rows of a step.
 
-    class Met(ThreadExchange):
-        """What the others bring is there when it comes."""
+    The tensors of the other members are on another device. With three or more members, this one has two neighbours.
+    """
+
+    class FinishedExchange(ThreadExchange):
+        """An exchange to which the other members have already contributed."""
 
         def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
             self.board.sums = [torch.empty_like(sums, device=SECOND)] * members
             return super().all_reduce(sums)
 
         def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            other = torch.empty_like(first, device=SECOND), torch.empty_like(last, device=SECOND)
-            self.board.edges = [other] * members
+            edges = torch.empty_like(first, device=SECOND), torch.empty_like(last, device=SECOND)
+            self.board.edges = [edges] * members
             return super().halo(first, last)
 
     side, counter = pixels // 32, Counter()
@@ -111,45 +116,45 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
         constants = prepare(model, prompts, torch.ones(passes, TOKENS, device=FIRST), side // members, side)
         x = torch.empty(passes, 32, side // members, side, dtype=DTYPE, device=FIRST)
         timestep = torch.empty(passes, device=FIRST)
-    table = ExchangeBoard(members)
-    table.barrier = Barrier(1)
-    own = ShardedOps(Met(table, min(1, members - 2), FIRST), side) if members > 1 else None
+    board = ExchangeBoard(members)
+    board.barrier = Barrier(1)
+    ops = ShardedOps(FinishedExchange(board, min(1, members - 2), FIRST), side) if members > 1 else None
     with fake_accelerators(counter), torch.no_grad():
-        velocity(model, x, timestep, constants, ops=own)
+        velocity(model, x, timestep, constants, ops=ops)
     return figures(counter)
 
 
 def shares() -> dict[str, Any]:
-    """Return the counts of one of several devices, as `sana_core.split` shares a guided step, and of one by rows."""
-    found = {}
+    """Return the counts of one device for the ways in which `sana_core.split` shares a guided step, and by rows."""
+    figures_of_shares = {}
     for variant, pixels in STEPS[:3]:
         for name, passes, members in (
             ("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2), ("one of four", 1, 2)
         ):  # fmt: skip
-            found[f"{variant}, {pixels} px, {name}"] = share(variant, pixels, passes, members)
+            figures_of_shares[f"{variant}, {pixels} px, {name}"] = share(variant, pixels, passes, members)
     for name, passes, members in (("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2)):
-        found[f"1.6B, 1024 px, fp8, {name}"] = share("1.6B", 1024, passes, members, fp8=True)
-    return found
+        figures_of_shares[f"1.6B, 1024 px, fp8, {name}"] = share("1.6B", 1024, passes, members, fp8=True)
+    return figures_of_shares
 
 
 @functools.cache
 def autoencoder(device: torch.device = FIRST, kind: str = "f32c32") -> Any:
     with fake_accelerators(), torch.device(device), default_dtype(DTYPE):
-        made = getattr(decoders, kind)(1)
-        # as `load_autoencoder` does
-        arrange_convolutions(made)
-    return made
+        model = getattr(decoders, kind)(1)
+        # As in `load_autoencoder`.
+        arrange_convolutions(model)
+    return model
 
 
 def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str = "f32c32") -> dict[str, Any]:
-    """Return the counts of a decode in the plan for a card with much memory, or in the smallest."""
+    """Return the counts of a decode with the plan for a GPU with much memory, or with the smallest plan."""
     model = autoencoder(kind=kind)
     decoder, stages = model.decoder, decoder_stages(model)
     planner, plan = plan_for(stages, pixels, smallest)
     with fake_accelerators(), torch.no_grad():
         latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE, device=FIRST)
         if not stages.attends:
-            # as `planned_rows` does
+            # As in `planned_rows`.
             latents = latents.contiguous(memory_format=torch.channels_last)
         out = torch.empty(1, 3, pixels, pixels, dtype=DTYPE)
     counter = Counter()
@@ -158,14 +163,14 @@ def decode(pixels: int, smallest: bool = False, triton: bool = True, kind: str =
         boundary = retry.global_stage(decoder, stages, latents, no_poll)
         for row, part in retry.local_stage(decoder, stages, boundary, no_poll):
             out[:, :, row : row + part.shape[2]] = part
-            done = row + part.shape[2]
+            decoded = row + part.shape[2]
             del part
-    assert done == pixels and retry.plan is plan
+    assert decoded == pixels and retry.plan is plan
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 
 
 def encode(pixels: int, smallest: bool = False) -> dict[str, Any]:
-    """Return the counts of an encode in the plan for a card with much memory, or in the smallest."""
+    """Return the counts of an encode with the plan for a GPU with much memory, or with the smallest plan."""
     encoder, stages = autoencoder().encoder, encoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, smallest)
     with fake_accelerators(), torch.no_grad():
@@ -190,7 +195,7 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
     planner, plan = plan_for(stages, pixels, False)
     with fake_accelerators(), torch.no_grad():
         # Fake modules cannot be copied to another device.
-        workers = [devices.Worker(place, autoencoder(place).decoder, plan, plan) for place in (FIRST, SECOND)]
+        workers = [devices.Worker(device, autoencoder(device).decoder, plan, plan) for device in (FIRST, SECOND)]
         latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE)
     counter = Counter()
     # Threads would leave the fake mode.
@@ -205,7 +210,7 @@ def decode_on_two(pixels: int) -> dict[str, Any]:
 
 
 def in_host() -> dict[str, Any]:
-    """Return the counts of the same step and decode inside ComfyUI, by its own loading, casting and guidance."""
+    """Return the counts of the same step and decode inside ComfyUI, with its loading, casting and guidance."""
     import layouts
     import pytest
     from diffusers import SanaTransformer2DModel

@@ -1,7 +1,7 @@
-"""Batches: two workers against one, by threads and by Ray, what the queue costs, and a simulated cluster.
+"""Batches: two workers compared with one, in threads and in Ray, the overhead of the queue, and a simulated cluster.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.batch` writes benchmarks/batch.json and benchmarks/batch.png; on a machine that
-does nothing else, for two processes of two threads each would slow each other down.
+`OMP_NUM_THREADS=1 python -m benchmarks.batch` writes benchmarks/batch.json and benchmarks/batch.png. Run nothing else
+on the machine meanwhile. With more threads, the workers would slow each other down.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ PICTURES, CHUNK, RUNS = 32, 4, 3
 CPU = torch.device("cpu")
 
 
-def seconds_of(pool, pictures: int, chunk: int) -> float:
-    """Return the seconds in which the pool's workers draw so many pictures."""
-    queue = Queue(split_into_chunks(batch_images(1, pictures, 0), chunk))
+def seconds_of(pool, count: int, chunk: int) -> float:
+    """Return the seconds in which the pool's workers generate `count` images."""
+    queue = Queue(split_into_chunks(batch_images(1, count, 0), chunk))
     started = time.perf_counter()
     arrived = sum(1 for _ in run_batch(queue, pool))
     seconds = time.perf_counter() - started
-    assert arrived == pictures
+    assert arrived == count
     return seconds
 
 
 def warm(pool, workers: int) -> None:
-    """Wait until all workers are there, and let each draw."""
+    """Wait until all workers have started, and let each of them generate."""
     while len(pool.workers()) < workers:
         pool.wait()
     seconds_of(pool, 4 * CHUNK * workers, CHUNK)
 
 
 def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
-    """Return threads on these cores that draw with the bundled checkpoint, one torch thread each."""
+    """Return workers in threads on these cores. They generate with the tiny checkpoint."""
     settings = resolve_settings(SamplingSettings(pixels, pixels), CHECKPOINT)
     texts, negative = encode_texts(load_encoder(CHECKPOINT, CPU, "float32"), PROMPTS, "")
     models = load_models(inspect_checkpoint(CHECKPOINT), CPU, settings, inspect_checkpoint(CHECKPOINT))
     everywhere = os.sched_getaffinity(0)
-    # threads keep the affinity of the one that starts them
+    # Threads inherit the affinity of the thread that starts them.
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(workers)
     pool = LocalPool(
@@ -82,7 +82,7 @@ def local_pool(workers: int, cores: set[int], pixels: int = 128) -> LocalPool:
 
 
 def speedup(pixels: int) -> dict:
-    """Two workers on two cores against one on one core: threads, which share Python's lock."""
+    """Compare two workers on two cores with one worker on one core. They are threads, which share Python's lock."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     times: dict[str, list[float]] = {"one worker, one core": [], "two workers, two cores": []}
     for _ in range(RUNS):
@@ -101,7 +101,7 @@ def compared(times: dict[str, list[float]]) -> dict:
 
 
 def ray_speedup() -> dict:
-    """Two actors against one: processes, which share nothing. One thread each, so one core each."""
+    """Compare two Ray actors with one. They are processes with one thread each, and use one core each."""
     times: dict[str, list[float]] = {"one actor": [], "two actors": []}
     for name, workers in zip(times, (1, 2), strict=True):
         with ray_pool(workers) as actors:
@@ -110,7 +110,7 @@ def ray_speedup() -> dict:
 
 
 def sleeping(seconds: Callable[[str], float], workers: int) -> LocalPool:
-    """Return workers that sleep for each picture, for what the queue itself does."""
+    """Return workers that only sleep for each image, to measure the queue."""
     names = iter(range(workers))
 
     def prepare(device, poll):
@@ -121,7 +121,7 @@ def sleeping(seconds: Callable[[str], float], workers: int) -> LocalPool:
 
 
 def unequal() -> dict:
-    """A worker three times as fast as the other: the ideal is that both end together."""
+    """Measure two workers, one three times as fast as the other. Ideally both finish at the same time."""
     pace = {"worker 0": 0.05, "worker 1": 0.15}
     ideal = PICTURES / sum(1 / seconds for seconds in pace.values())
     shares = []
@@ -132,7 +132,7 @@ def unequal() -> dict:
 
 
 def overhead() -> dict:
-    """What the engine adds to chunks of a second."""
+    """Measure the overhead of the engine for chunks of one second."""
     chunks, extra = 5, []
     for _ in range(3):
         with closing(sleeping(lambda name: 0.25, 1)) as pool:
@@ -142,7 +142,7 @@ def overhead() -> dict:
 
 @contextmanager
 def ray_pool(workers: int) -> Iterator[Any]:
-    """A context with actors on as many logical GPUs of this machine, all warm."""
+    """A context with actors on `workers` logical GPUs of this machine, after a warm-up."""
     from ray.cluster_utils import Cluster
 
     from sana_core.checkpoints.fingerprint import fingerprint
@@ -169,13 +169,13 @@ def ray_pool(workers: int) -> Iterator[Any]:
 
 
 def mishap(source: random.Random) -> str | None:
-    """One chunk in 500 takes its worker down, one in 2000 hangs, one in 500 runs out of memory."""
+    """Return a random mishap: one chunk in 500 kills its worker, one in 2000 hangs, one in 500 runs out of memory."""
     value = source.random()
     return "dies" if value < 0.002 else "hangs" if value < 0.0025 else "memory" if value < 0.0045 else None
 
 
 def simulate(seed: int) -> tuple[SimulatedPool, float, list[float]]:
-    """Return a cluster of 64 unequal workers after 10,000 pictures, its efficiency, and when each arrived."""
+    """Simulate 64 unequal workers and 10,000 images. Returns the pool, its efficiency, and when each image arrived."""
     source = random.Random(seed)
     speeds = [source.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(64)]
     pool = SimulatedPool(speeds, seed, delay=0.05, jitter=0.1, restart=60, mishap=mishap)
@@ -186,7 +186,7 @@ def simulate(seed: int) -> tuple[SimulatedPool, float, list[float]]:
 
 
 def simulation() -> dict:
-    """Efficiency: pictures over what all workers could have drawn while they lived."""
+    """Simulate several seeds. The efficiency is the number of images, divided by the capacity of all living workers."""
     runs = [simulate(seed) for seed in range(10)]
     plot(*runs[0])
     efficiencies = [efficiency for _, efficiency, _ in runs]
@@ -201,7 +201,7 @@ def simulation() -> dict:
 
 
 def idle_gpus() -> dict:
-    """Four equal GPUs with loading, encoding and PNG files of 1024 px: the share of the time in which they work."""
+    """Return the share of the time in which four equal GPUs work. Loading, encoding and PNG files are included."""
     seconds, writers, shares = (0.1, 0.3, 1.0, 5.0), (1, 2, 4), {}
     for image in seconds:
         images = int(max(2000, min(12_000, 1200 / image)))
@@ -212,7 +212,7 @@ def idle_gpus() -> dict:
 
 
 def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
-    """Draw what every worker did, and how many pictures there were."""
+    """Plot the activity of every worker, and the number of images over time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,17 +224,15 @@ def plot(pool: SimulatedPool, efficiency: float, arrived: list[float]) -> None:
     order = {slot: row for row, slot in enumerate(sorted(pool.speeds, key=pool.speeds.__getitem__))}
     for kind, colour in colours.items():
         bars = [bar for bar in pool.busy if bar[3] == kind and bar[1] < pool.clock]
-        left, width = (
-            [start for _, start, _, _ in bars],
-            [max(min(end, pool.clock) - start, 0.4) for _, start, end, _ in bars],
-        )
-        rows.barh([order[slot] for slot, *_ in bars], width, left=left, height=1, color=colour, linewidth=0)
+        starts = [start for _, start, _, _ in bars]
+        widths = [max(min(end, pool.clock) - start, 0.4) for _, start, end, _ in bars]
+        rows.barh([order[slot] for slot, *_ in bars], widths, left=starts, height=1, color=colour, linewidth=0)
     rows.set_ylabel("workers, the slowest below")
-    rows.set_title(f"10,000 pictures on 64 simulated workers: efficiency {efficiency:.3f}, {len(pool.mishaps)} mishaps")
+    rows.set_title(f"10,000 images on 64 simulated workers: efficiency {efficiency:.3f}, {len(pool.mishaps)} mishaps")
     rows.legend(handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="lower right")
     curve.plot(arrived, range(1, len(arrived) + 1), color="#2c3e50")
     curve.set_xlabel("seconds")
-    curve.set_ylabel("pictures")
+    curve.set_ylabel("images")
     figure.tight_layout()
     figure.savefig(ROOT / "benchmarks" / "batch.png", dpi=80)
 

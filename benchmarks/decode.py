@@ -1,9 +1,9 @@
-"""Time, memory and error of the decode: `python -m benchmarks.decode [PIXELS ...]`, 1024 and 2048 unless said.
+"""Time, memory and error of the decode: `python -m benchmarks.decode [PIXELS ...]`, by default 1024 and 2048.
 
-The real f32c32 configuration with random weights, on the CPU in fp32, each decode in a process of its own whose memory
-is sampled, with the allocator as a user has it. Writes benchmarks/decode.json, where sizes that are not measured again
-stay, and the pictures beside it. The baseline of each figure is measured in the same run. With `--lite` DC-AE-Lite, in
-one thread and with an allocator that maps tensors one by one, into decode_lite.json.
+It uses the real f32c32 configuration with random weights, on the CPU in fp32. Each decode runs in a separate process
+with the default allocator, and its memory is sampled. Writes benchmarks/decode.json and a chart. Sizes that are not
+measured again are not changed. The baseline of each figure is measured in the same run. With `--lite` it measures
+DC-AE-Lite, with one thread and an allocator that maps each tensor separately, and writes decode_lite.json.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from sana_core.decode.device_memory import process_bytes
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages
 
-SECONDS = 0.02  # between two samples of the memory
-POINTS = 100  # of a timeline that are kept
-# whole needs 5 maps of 128 channels: 2.7 GB at 1024 px, 11 GB at 2048 px, 43 GB at 4096 px
+# Seconds between two samples of the memory.
+SECONDS = 0.02
+# Points of a timeline in the file.
+POINTS = 100
+# The undivided decode needs 5 maps of 128 channels: 2.7 GB at 1024 px, 11 GB at 2048 px, 43 GB at 4096 px.
 LARGEST_WHOLE = 2048
 METHODS = ("whole", "diffusers_tiles", "strips_exact", "strips", "smallest")
 LITE = "dc-ae-lite-f32c32"
-# glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+# glibc keeps much freed memory, up to twice the used memory, unless each tensor is mapped separately.
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
 
 
@@ -77,18 +79,18 @@ def measure(method: str, pixels: int, is_lite: bool, saved: str) -> dict:
     stages = decoder_stages(model)
     planner = Planner(stages, side, side, torch.float32, False)
     report: dict = {}
-    # there before the sampling of the memory begins
+    # Allocate the output before the memory is sampled.
     out = torch.ones(1, 3, pixels, pixels)
     floor = planner.floor().peak_bytes
     boundary = stages.boundary_width * (side * stages.scale) ** 2 * torch.float32.itemsize
     options = {
         "strips_exact": DecodeOptions("strips", 2**40),
-        # a share of what the undivided decode needs at 1024 px, at every size the same multiple of the boundary map
+        # A part of the memory of the undivided decode. It is the same multiple of the boundary map at every size.
         "strips": DecodeOptions(max_bytes=max(8 * boundary, 1.3 * floor)),
         "smallest": DecodeOptions(max_bytes=floor),
     }
     with torch.no_grad():
-        # buffers that the library makes once
+        # diffusers and torch allocate some buffers only once.
         model.decode(latents[:, :, :4, :4])
         if method == "diffusers_tiles":
             model.enable_tiling()
@@ -105,7 +107,7 @@ def measure(method: str, pixels: int, is_lite: bool, saved: str) -> dict:
         "threads": torch.get_num_threads(),
         "seconds": round(timeline.seconds, 2),
         "peak_megabytes": round(timeline.peak / 1e6, 1),
-        # of all threads: what other programs do to the clock does not show in it
+        # Of all threads. Other programs do not affect it.
         "cpu_seconds": round(busy, 2),
     }
     if method == "whole":
@@ -116,13 +118,13 @@ def measure(method: str, pixels: int, is_lite: bool, saved: str) -> dict:
 
 
 def give_back_freed() -> None:
-    """Let the system have what is freed: the decode would begin in it, and seem to take less than it does."""
+    """Return freed memory to the system. Otherwise the decode would reuse it, and seem to need less memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def size(pixels: int, methods: list[str], is_lite: bool) -> dict[str, dict]:
-    """All methods at one size, in turn, each beside the first."""
+    """Measure all methods at one size, one after another, and compare each with the first."""
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method in methods:
@@ -177,9 +179,9 @@ def main() -> None:
         methods = ["whole", "strips"] if arguments.lite else arguments.methods
         methods = [method for method in methods if method != "whole" or pixels <= LARGEST_WHOLE]
         results = size(pixels, methods, arguments.lite)
-        known = figures["sizes"].setdefault(str(pixels), {})
-        (known.setdefault(LITE, {}) if arguments.lite else known).update(results)
-        # a timeline on one line
+        size_figures = figures["sizes"].setdefault(str(pixels), {})
+        (size_figures.setdefault(LITE, {}) if arguments.lite else size_figures).update(results)
+        # Write each point of a timeline on one line.
         text = re.sub(r"\[\s+([-\d.]+),\s+(-?\d+)\s+\](,?)\s+", r"[\1, \2]\3 ", json.dumps(figures, indent=1))
         file.write_text(text + "\n")
     if not arguments.lite:

@@ -1,7 +1,7 @@
-"""A scene decoded in tiles and in strips, magnified where a tile ends: writes docs/decode.jpg.
+"""Compares a decode in tiles with a decode in strips, magnified at the edge of a tile. Writes docs/decode.jpg.
 
-The painting, 1024 x 1024, is encoded once with the autoencoder of demo/sana-posters. The tiles are diffusers' default,
-which is also that of ComfyUI's VAE Decode (Tiled): 512 px, overlapping by 64. On the CPU, in fp32.
+A painting of 1024 x 1024 is encoded with the autoencoder of demo/sana-posters. The tiles have the default size of
+diffusers and of ComfyUI's VAE Decode (Tiled): 512 px with an overlap of 64 px. It runs on the CPU in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCENE = Scene(
     (Group("house", "red", 1, "left"), Group("balloon", "yellow", 1, "right")),
     3,
 )
-# x, y, width, height in the image: the last row of tiles begins at 896 px and is blended in until 960
+# x, y, width, height in the image. The last row of tiles begins at 896 px and is blended until 960 px.
 CROP = (300, 824, 340, 200)
 PANEL, GAP, HEAD = (476, 280), 16, 44
 PAPER, INK, FAINT = (255, 255, 255), (20, 24, 30), (96, 104, 116)
@@ -39,12 +39,13 @@ def decodes() -> dict[str, np.ndarray]:
     autoencoder = sana_core.load_autoencoder(ROOT / "demo" / "sana-posters")
     pixels = torch.tensor(paint(SCENE, SIDE, SIDE)).permute(2, 0, 1)[None] / 127.5 - 1
     latents = sana_core.encode_images(autoencoder, pixels)
-    whole = autoencoder.decode(latents).sample
+    undivided = autoencoder.decode(latents).sample
     strips = sana_core.decode_latents(autoencoder, latents, method="strips")
     autoencoder.enable_tiling()
-    # diffusers returns whole tiles, more than the image
+    # diffusers returns complete tiles, which extend beyond the image.
     tiles = autoencoder.decode(latents).sample[..., :SIDE, :SIDE]
-    return {name: levels(each[0]) for name, each in (("whole", whole), ("tiles", tiles), ("strips", strips))}
+    images = {"whole": undivided, "tiles": tiles, "strips": strips}
+    return {name: levels(pixels[0]) for name, pixels in images.items()}
 
 
 def magnify(pixels: np.ndarray) -> Image.Image:
@@ -59,7 +60,7 @@ def draw(images: dict[str, np.ndarray]) -> Image.Image:
     ink, large, small = ImageDraw.Draw(figure), ImageFont.load_default(22), ImageFont.load_default(17)
     scale = side / SIDE
     figure.paste(Image.fromarray(images["strips"]).resize((side, side), Image.Resampling.LANCZOS), (0, HEAD))
-    x, y, width, height = (each * scale for each in CROP)
+    x, y, width, height = (length * scale for length in CROP)
     ink.rectangle((x, HEAD + y, x + width, HEAD + y + height - 2), outline=PAPER, width=3)
     ink.text((0, 10), f"{SIDE} x {SIDE}, demo model's VAE", INK, large)
     titles = {"tiles": "Tiles of 512 px: a seam", "strips": "Strips, as in this pack: no seam"}

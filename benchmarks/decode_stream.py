@@ -1,7 +1,7 @@
-"""Large pictures decoded into a file by the command, in bf16: the memory that it takes, as it says itself.
+"""The memory of the decode command for large images, in bf16, according to its report.
 
-`python -m benchmarks.decode_stream [PIXELS ...]`, 4096 and 8192 unless said. The real f32c32 configuration with random
-weights, on the CPU. Writes benchmarks/decode_stream.json, where sizes that are not measured again stay.
+`python -m benchmarks.decode_stream [PIXELS ...]`, by default 4096 and 8192. It uses the real f32c32 configuration with
+random weights, on the CPU. Writes benchmarks/decode_stream.json. Sizes that are not measured again are not changed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from benchmarks import ROOT
 from benchmarks.machine import description, last_line
 
 FILE = ROOT / "benchmarks" / "decode_stream.json"
-# of a decode beyond the weights, in GB: what 8192 x 8192 may take of a card of 8 GB
+# {side: memory beyond the weights, in GB}. For 8192 x 8192 it is the budget on a GPU with 8 GB.
 BUDGETS = {4096: 2.5, 8192: 6.7}
 
 
 def measure(pixels: int, folder: Path) -> dict:
-    """Decode one picture in a process of its own."""
+    """Decode one image in a separate process."""
     side = pixels // 32
     latents = torch.randn(1, 32, side, side, generator=torch.Generator().manual_seed(1))
     save_file({"latents": latents}, folder / "latents.safetensors")
     command = ["-m", "sana_core", "decode", f"{folder}/latents.safetensors", "--report", "--dtype", "bfloat16"]
     command += ["--checkpoint", f"{folder}/vae", "--out", f"{folder}/picture.png", "--overwrite"]
     started = time.perf_counter()
-    # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+    # glibc keeps much freed memory, up to twice the used memory, unless each tensor is mapped separately.
     report = last_line(*command, "--max-gb", str(BUDGETS[pixels]), MALLOC_MMAP_THRESHOLD_="1000000")
     return {
         "threads": torch.get_num_threads(),

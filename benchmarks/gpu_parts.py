@@ -1,6 +1,6 @@
 """The parts of benchmarks/gpu.py. Each part is a function that runs in a separate process and writes figures.
 
-Models have the released sizes and random weights, unless a part says otherwise. Steps are guided (two rows), in bf16,
+Models have the released sizes and random weights, except where noted. Steps are guided (two rows), in bf16,
 with 300 prompt tokens and with query, key and value in one product, as `load_models` loads them.
 """
 

@@ -35,12 +35,12 @@ def main() -> None:
                 if node is not None:
                     seconds[graph[node]["class_type"]] = round(now - last, 1)
                 node, last = event["data"]["node"], now
-        whole = round(time.perf_counter() - started, 1)
+        total = round(time.perf_counter() - started, 1)
         assert len(images_of(events)) == 1
     figures = {
         "pixels": SIDE,
         "steps": graph[names["SanaNodesSampler"]]["inputs"]["steps"],
-        "seconds": whole,
+        "seconds": total,
         "seconds_of_nodes": seconds,
     }
     write(__file__, figures)

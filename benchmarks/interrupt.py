@@ -1,8 +1,8 @@
-"""How long SANA Batch Sampler goes on after Interrupt, on this machine's CPU in two halves, over HTTP.
+"""How long SANA Batch Sampler continues after Interrupt, over HTTP, on two workers on this machine's CPU.
 
-Two images of 1024 px by the bundled sana-posters; one run is timed, and each of the following, of a MODEL that has just
-been freed, is interrupted at another share of that time, so in loading, sampling and decoding. Writes
-benchmarks/interrupt.json.
+Each run generates two images of 1024 px with the bundled sana-posters, and loads the model again. The first one is
+timed. Each of the following ones is interrupted at another share of that time, and therefore during loading, sampling
+or decoding. Writes benchmarks/interrupt.json.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from host import post, run_graph, start_server
 from benchmarks import ROOT
 from benchmarks.machine import write
 
-# presses of Interrupt
+# Number of runs that are interrupted.
 MOMENTS = 10
 
 
 def graph(seed: int) -> dict:
-    """Return the graph of a batch of two images, all of it computed anew for another seed."""
+    """Return the graph of a batch of two images. With another seed, ComfyUI computes all of it again."""
     nodes = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
     nodes["1"]["inputs"]["model"] = "sana-posters (bundled)"
     nodes["4"]["inputs"] = {"width": 1024, "height": 1024, "batch_size": 1}
-    own = {key: value for key, value in nodes["5"]["inputs"].items() if key not in ("denoise", "model_defaults")}
-    batch = {**own, "steps": 4, "seed": seed, "count": 2, "chunk": 1, "devices": "cpu x 2", "vae": ["1", 2]}
+    common = {key: value for key, value in nodes["5"]["inputs"].items() if key not in ("denoise", "model_defaults")}
+    batch = {**common, "steps": 4, "seed": seed, "count": 2, "chunk": 1, "devices": "cpu x 2", "vae": ["1", 2]}
     nodes["5"] = {"class_type": "SanaNodesBatchSampler", "inputs": batch}
     nodes["6"] = {"class_type": "PreviewImage", "inputs": {"images": ["5", 1]}}
     return {key: nodes[key] for key in "123456"}
@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, start_server("benchmark-interrupt", Path(folder)) as server:
 
         def run(number: int, wait: float | None) -> tuple[float, float, float]:
-            """Return when the batch began, when Interrupt was pressed, and when the run ended."""
+            """Return the times at which the batch began, Interrupt was pressed, and the run ended."""
             post(server, "/free", unload_models=True, free_memory=True)
             began, pressed = 0.0, [0.0]
 
@@ -59,17 +59,17 @@ def main() -> None:
                     break
             return began, pressed[0], time.monotonic()
 
-        # what only the first run pays for
+        # A warm-up run.
         run(0, None)
         began, _, ended = run(1, None)
-        whole = ended - began
+        duration = ended - began
         for number in range(MOMENTS):
-            _, pressed, ended = run(number + 2, whole * number / MOMENTS)
+            _, pressed, ended = run(number + 2, duration * number / MOMENTS)
             if pressed:
                 silences.append(round(ended - pressed, 2))
     figures = {
         "load_of_the_machine": round(os.getloadavg()[0], 1),
-        "whole_run_s": round(whole, 1),
+        "whole_run_s": round(duration, 1),
         "from_interrupt_to_end_s": silences,
     }
     write(__file__, figures)

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.machine import write
 
-# Turing, Ampere's two, Ada, Hopper, Blackwell's two
+# Compute capabilities: Turing, two of Ampere, Ada, Hopper, two of Blackwell.
 CARDS = (75, 80, 86, 89, 90, 100, 120)
-# MI200, MI300, RDNA 3 and 4, by the threads of a wave
+# {architecture: threads of a wave} of MI200, MI300, RDNA 3 and RDNA 4.
 AMD_CARDS = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32, "gfx1201": 32}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -39,8 +39,8 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
     launches: list[Launch] = []
 
     def note(kernel: Any, grid: Any, like: Any, *arguments: Any, **options: Any) -> None:
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        launches.append(Launch(kernel, dtype, {name: given.get(name) for name in kernel.arg_names}, options))
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        launches.append(Launch(kernel, dtype, {name: values.get(name) for name in kernel.arg_names}, options))
 
     modules = (channels, gated_depthwise, linear_attention, modulation)
     plain = [module.launch for module in modules]
@@ -59,9 +59,9 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
             weight, bias = torch.empty(inner, 1, 3, 3, dtype=dtype), torch.empty(inner, dtype=dtype)
             gated_depthwise.silu_depthwise_gate(maps, weight, bias)
             for count in (128, 1024):
-                rows, own = torch.empty(4096, count, dtype=dtype), torch.empty(count, dtype=dtype)
-                channels.rms_norm(rows, own, own, 1e-5, rows, rows)
-                channels.add_bias(rows, own, rows, "silu")
+                rows, vector = torch.empty(4096, count, dtype=dtype), torch.empty(count, dtype=dtype)
+                channels.rms_norm(rows, vector, vector, 1e-5, rows, rows)
+                channels.add_bias(rows, vector, rows, "silu")
     finally:
         for module, launch in zip(modules, plain, strict=True):
             module.launch = launch  # type: ignore[attr-defined]
@@ -154,11 +154,11 @@ def instructions(built: Any) -> dict[str, Any]:
 
 def sizes(launch: Launch) -> str:
     """Return the constants of a launch in words."""
-    own = [name for name, value in launch.arguments.items() if value is None]
+    missing = [name for name, value in launch.arguments.items() if value is None]
     constants = [
         f"{p.name}={launch.arguments[p.name]}" for p in launch.kernel.params if p.is_constexpr and p.name != "fast"
     ]
-    return f"{launch.kernel.__name__} ({', '.join(constants)})" + (f" without {', '.join(own)}" if own else "")
+    return f"{launch.kernel.__name__} ({', '.join(constants)})" + (f" without {', '.join(missing)}" if missing else "")
 
 
 def main() -> None:

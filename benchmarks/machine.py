@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: when, where, with which versions; what a process or test prints."""
+"""Helpers of all benchmarks: the description of the machine, the output of processes and tests, and the file."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def description() -> dict:
 
 
 def printed_by(test: str) -> str:
-    """Run the tests of that file, which all have to pass, and return what they print."""
+    """Run the tests of a file and return their output. All of them must pass."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-s", test]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def write(benchmark: str, figures: dict[str, Any]) -> None:
-    """Write `figures` of the file `benchmark` to the .json beside it, behind the description, and print them."""
+    """Write the description and `figures` to the .json beside the file `benchmark`, and print them."""
     text = json.dumps({**description(), **figures}, indent=2) + "\n"
     Path(benchmark).with_suffix(".json").write_text(text)
     sys.stdout.write(text)
 
 
 def last_line(*command: str, **environment: str) -> Any:
-    """Return what the JSON in the last line says that Python prints for `command`."""
-    own = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    """Run Python with the arguments `command`, and parse the last line of its output as JSON."""
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "check": True}
+    process = subprocess.run([sys.executable, *command], env={**os.environ, **environment}, **options)
+    return json.loads(process.stdout.splitlines()[-1])

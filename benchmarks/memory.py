@@ -49,7 +49,7 @@ def measure_text(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def child(arguments: list[str]) -> dict:
-    # glibc keeps freed memory up to twice what is in use, unless tensors are mapped one by one
+    # glibc keeps much freed memory, up to twice the used memory, unless each tensor is mapped separately.
     measured, predicted = last_line("-m", "benchmarks.memory", *arguments, MALLOC_MMAP_THRESHOLD_="1000000")
     return {
         "measured_megabytes": round(measured / 1e6, 1),

@@ -1,7 +1,7 @@
-"""How far `generate` is from diffusers' SanaPipeline, called as users call it, over 50 prompts: writes pipeline.json.
+"""The difference of `generate` from diffusers' SanaPipeline over 50 prompts. Writes pipeline.json.
 
-Both draw with demo/sana-posters in fp32 on the CPU. The pipeline has all its defaults but size, steps and seed: its
-instruction, its reading of prompts, and its resolution binning.
+Both generate with demo/sana-posters in fp32 on the CPU. The pipeline has its default settings except for size, steps
+and seed. This includes its instruction, its handling of prompts, and its resolution binning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from demo.captions import prompt, random_caption
 from demo.world import combinations, training_scenes
 
 MODEL, SIDE, STEPS = ROOT / "demo" / "sana-posters", 512, 4
-# what the model never saw in training: capitals, marks, other writing, words that it does not know, none, too many
+# Prompts that are unlike the training's: capitals, punctuation, other scripts, unknown words, no words, too many words.
 OTHERS = [
     "",
     " \n",
@@ -36,9 +36,9 @@ OTHERS = [
 
 
 def prompts() -> list[str]:
-    """Return 20 captions of combinations that training left out, 20 as the training wrote them, and OTHERS."""
+    """Return 20 captions of held-out combinations, 20 captions like in training, and OTHERS."""
     rng = random.Random(32)
-    held_out = [prompt(each) for each in rng.sample(combinations()[1], 20)]
+    held_out = [prompt(combination) for combination in rng.sample(combinations()[1], 20)]
     written = [random_caption(rng, scene) for scene in islice(training_scenes(rng), 20)]
     return [*held_out, *written, *OTHERS]
 

@@ -1,14 +1,15 @@
-"""The error of each quantised format beside plain weights, on the CPU: `make bench`.
+"""The error of each quantised format, compared with plain weights, on the CPU: `make bench`.
 
-Writes benchmarks/quantised.json: of each format of the loaders' `quantise` the relative error (the norm of the
-difference by that of the plain model's velocity) of one forward in ComfyUI's own layers, computed in fp32. The released
-weights are not at hand: one model is the bundled one, trained and narrow, the other is as wide as the 1.6B model, with
-two blocks and random weights, which have no outliers. A CPU dequantises fp8, mxfp8 and nvfp4 and computes in fp32;
-cards that have the format bring the layers' inputs to it too, as int8 does here. What cards alone quantise is rounded
-here by the same library's plain torch.
+Writes benchmarks/quantised.json. For each format of the loaders' `quantise` it contains the relative error of one
+forward in ComfyUI's layers, computed in fp32: the norm of the difference, divided by the norm of the plain model's
+velocity. The released weights are not available. One model is the tiny one, which is trained and narrow. The other one
+is as wide as the 1.6B model, with two blocks and random weights, which have no outliers. A CPU dequantises fp8, mxfp8
+and nvfp4 and computes in fp32. GPUs with the format quantise the layers' inputs too, as int8 does here. Formats that
+only GPUs can quantise are rounded here by the plain torch code of the same library.
 
-Besides, `--fp8` of the command line, which torch multiplies on a CPU too: random products of SANA's widths beside the
-plain ones, beside the exact product of the rounded operands, and ComfyUI's fp8_e4m3fn_fast; and images.
+The benchmark also measures `--fp8` of the command line, which torch multiplies on a CPU too. Random products of SANA's
+widths are compared with the plain product, with the exact product of the rounded operands and with ComfyUI's
+fp8_e4m3fn_fast. Images are compared with images in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SIGMAS = (0.9, 0.5, 0.1)
 TOKENS = 40
 BLOCKS = 2
 CELLS = {"sana-tiny": 4, "1.6B wide": 8}
-# inputs and outputs of products
+# (inputs, outputs) of the products.
 SIDES = ((1152, 2304), (2240, 6720), (5600, 2240))
 PROMPTS = ("a red circle on a blue background", "a blue square on a white background")
 
@@ -53,19 +54,19 @@ def velocities_in_bf16(file: Path, cells: int) -> torch.Tensor:
     import sana_core
 
     transformer = sana_core.load_transformer(file, dtype=torch.bfloat16)
-    x, context = (each.bfloat16() for each in inputs(transformer.config.caption_channels, cells))
+    x, context = (tensor.bfloat16() for tensor in inputs(transformer.config.caption_channels, cells))
     times = [torch.tensor([sigma * 1000]) for sigma in SIGMAS]
     return torch.cat([sana_core.predict_velocity(transformer, x, t, context, torch.ones(1, TOKENS)) for t in times])
 
 
 def velocities(patcher: Any, cells: int) -> torch.Tensor:
-    """Return what the MODEL makes of noise and a random prompt at SIGMAS."""
+    """Return the velocities of the MODEL for noise and a random prompt at SIGMAS."""
     model, prompts = patcher.model, pack("nodes.host.sampling.prompts")
     x, context = inputs(model.diffusion_model.config.caption_channels, cells)
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, TOKENS), keep=False)])
     sigmas = torch.tensor(SIGMAS)
-    out = [model.apply_model(x, sigma[None], c_crossattn=context, prompt=prompt) for sigma in sigmas]
-    return torch.cat([(x - each) / sigma for each, sigma in zip(out, sigmas, strict=True)])
+    x0s = [model.apply_model(x, sigma[None], c_crossattn=context, prompt=prompt) for sigma in sigmas]
+    return torch.cat([(x - x0) / sigma for x0, sigma in zip(x0s, sigmas, strict=True)])
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -73,7 +74,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def offer_all() -> list[str]:
-    """Return all formats, those that cards alone quantise done by their library's plain torch."""
+    """Make all formats available on the CPU, with the library's plain torch code, and return their names."""
     import comfy_kitchen as kitchen
     from comfy_kitchen.backends.eager import quantization
 
@@ -86,19 +87,19 @@ def offer_all() -> list[str]:
 def errors(file: Path, cells: int, forms: list[str]) -> dict[str, float]:
     load = pack("nodes.host.loading.load_model").load_model
     expected = velocities(load(file), cells)
-    # what ComfyUI's plain fp8 loses, whose weights have no scales
+    # For comparison: ComfyUI's plain fp8, whose weights have no scales.
     options = {"weight_dtype fp8_e4m3fn": {"weight_dtype": "fp8_e4m3fn"}} | {form: {"quantise": form} for form in forms}
-    found = {name: relative(velocities(load(file, **own), cells), expected) for name, own in options.items()}
-    return found | {"computed in bf16": relative(velocities_in_bf16(file, cells), expected)}
+    figures = {name: relative(velocities(load(file, **values), cells), expected) for name, values in options.items()}
+    return figures | {"computed in bf16": relative(velocities_in_bf16(file, cells), expected)}
 
 
 def fp8_products() -> dict[str, dict[str, float]]:
-    """Return the relative errors of random products, of inputs about 1 and weights about 0.02."""
+    """Return the relative errors of random products, with inputs of about 1 and weights of about 0.02."""
     import comfy.ops
 
     from sana_core.model.fp8 import FORMAT, Fp8Linear, scaled_rows
 
-    found = {}
+    figures = {}
     for inputs, outputs in SIDES:
         layer = torch.nn.Linear(inputs, outputs, bias=False).bfloat16()
         torch.nn.init.normal_(layer.weight, std=0.02)
@@ -107,7 +108,7 @@ def fp8_products() -> dict[str, dict[str, float]]:
         rounded = [codes.double() * scale for codes, scale in map(scaled_rows, (states[0], layer.weight))]
         theirs = comfy.ops.fp8_ops.Linear(inputs, outputs, False, device="cpu", dtype=FORMAT)
         theirs.weight = torch.nn.Parameter(layer.weight.to(FORMAT), requires_grad=False)
-        found[f"{inputs} to {outputs}"] = {
+        figures[f"{inputs} to {outputs}"] = {
             "beside the plain product": relative(got, plain),
             "exact product of the rounded operands beside it": relative(rounded[0] @ rounded[1].T, plain),
             "beside the exact product of the rounded operands": relative(got, rounded[0] @ rounded[1].T),
@@ -115,24 +116,24 @@ def fp8_products() -> dict[str, dict[str, float]]:
                 comfy.ops.fp8_linear(theirs, states.clone())[0], plain
             ),
         }
-    return found
+    return figures
 
 
 def fp8_images() -> dict[str, float]:
-    """Return the mean distances, in levels of 255, of images of sana-tiny from those in fp32."""
+    """Return the mean differences between images of sana-tiny and the images in fp32, in levels of 255."""
     from pretend_card import pretend_cards
 
     from sana_core import generate
     from sana_core.kernels import trial
 
-    own: dict[str, Any] = {"checkpoint": ROOT / "tests" / "models" / "sana-tiny", "width": 128, "height": 128}
-    plain, found = generate(list(PROMPTS), count=4, devices=["cpu"], **own), {}
+    settings: dict[str, Any] = {"checkpoint": ROOT / "tests" / "models" / "sana-tiny", "width": 128, "height": 128}
+    plain, figures = generate(list(PROMPTS), count=4, devices=["cpu"], **settings), {}
     trial.TRIALS.clear()
     with pretend_cards(1):
         for fp8 in (False, True):
-            got = generate(list(PROMPTS), count=4, devices=["cuda:0"], dtype="bfloat16", fp8=fp8, **own)
-            found["fp8" if fp8 else "bf16"] = round(127.5 * (got - plain).abs().mean().item(), 2)
-    return found
+            got = generate(list(PROMPTS), count=4, devices=["cuda:0"], dtype="bfloat16", fp8=fp8, **settings)
+            figures["fp8" if fp8 else "bf16"] = round(127.5 * (got - plain).abs().mean().item(), 2)
+    return figures
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""How far transformers and ControlNets are from NVIDIA's code and from diffusers', and adapters from their trainers'.
+"""Differences of transformers and ControlNets from NVIDIA's code and diffusers, and of adapters from their trainers.
 
-Runs the tests that compare them, in fp32, and writes reference.json and adapters.json from what they print: relative
-differences, an adapter's relative to what it adds to a weight, by their Frobenius norms. The autoencoders are held to
-their authors' arithmetic by tests/unit/test_dc_ae.py.
+Runs the tests that compare them in fp32, and writes the printed numbers to reference.json and adapters.json. They are
+relative differences by Frobenius norms. The difference of an adapter is relative to its change of the weight.
+tests/unit/test_dc_ae.py compares the autoencoders with their authors' code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our sampling loop beside diffusers' SanaPipeline, and core's KSampler beside our loop, on the CPU.
+"""Our sampling loop compared with diffusers' SanaPipeline, and ComfyUI's KSampler compared with our loop, on the CPU.
 
 Writes benchmarks/sampling.json. The model is SANA-0.6B with 6 of its 28 blocks and random weights, so that a run takes
 minutes; prompts have 300 tokens. Both sides of a ratio run in turn, on the same weights, embeddings and noise, and the
@@ -41,13 +41,13 @@ def prompts(transformer: torch.nn.Module) -> tuple[tuple, tuple]:
 
 
 def in_turn(first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], runs: int) -> dict:
-    """Median seconds of both, their ratio, that of the processor's seconds, and the largest difference of the results.
+    """Return the median seconds of both, the ratio in seconds and in CPU seconds, and the largest difference.
 
-    The processor's seconds say more where others use the machine.
+    CPU seconds are more reliable if other programs use the machine.
     """
     seconds: tuple[list, list] = ([], [])
     processor: tuple[list, list] = ([], [])
-    # a few runs need no warm one: the first is as slow as the others here
+    # With one or two runs, there is no warm-up, because the first run is not slower than the others.
     results = [first(), second()] if runs > 2 else [torch.empty(0), torch.empty(0)]
     for _ in range(runs):
         for k, call in enumerate((first, second)):
@@ -102,7 +102,7 @@ def loop_beside_pipeline(transformer: torch.nn.Module, pixels: int, runs: int) -
 
 
 def load_in_comfyui(transformer: torch.nn.Module) -> Any:
-    """Return the MODEL that the pack's loader in this process's ComfyUI makes of `transformer`."""
+    """Load `transformer` with the pack's loader in this process's ComfyUI. Returns the MODEL."""
     with tempfile.TemporaryDirectory() as base:
         Host(Path(base))
         folder = Path(base) / "model"
@@ -114,7 +114,7 @@ def load_in_comfyui(transformer: torch.nn.Module) -> Any:
 
 
 def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -> dict:
-    """Core's KSampler on the MODEL of our loader, euler and normal, beside flow_euler in sana_core's loop."""
+    """Compare ComfyUI's KSampler (euler, normal) on the MODEL of our loader with flow_euler in sana_core's loop."""
     model = load_in_comfyui(transformer)
     import comfy.sample
 
@@ -148,11 +148,11 @@ def main() -> None:
         "ksampler_beside_loop": {},
     }
 
-    def keep(part: str, row: str, found: dict) -> None:
-        figures[part][row] = found
-        # row by row: a run that is cut short leaves what it has
+    def keep(part: str, row: str, result: dict) -> None:
+        figures[part][row] = result
+        # Write after each row, so that an interrupted run leaves its results.
         (ROOT / "benchmarks" / "sampling.json").write_text(json.dumps(figures, indent=2) + "\n")
-        sys.stdout.write(f"{part}, {row}: {found}\n")
+        sys.stdout.write(f"{part}, {row}: {result}\n")
         sys.stdout.flush()
 
     keep("loop_beside_pipeline", "256 px, 300 tokens", loop_beside_pipeline(transformer, 256, 5))

@@ -13,10 +13,10 @@ from sana_core.batch.plan import Chunk
 
 
 class SimulatedPool:
-    """Workers of given speeds, which die, hang, come back and run out of memory at random.
+    """Simulated workers with `speeds`, which die, hang, restart and run out of memory at random.
 
-    A picture takes 1 / speed seconds, more or less. `mishap(random)` is asked once a chunk and returns None, "dies",
-    "hangs" or "memory". `delay` is the time for a chunk's way there and back.
+    An image takes about 1 / speed seconds. `mishap(random)` is called once per chunk and returns None, "dies", "hangs"
+    or "memory". `delay` is the time for sending a chunk and its results.
     """
 
     reports_starts = False

@@ -1,8 +1,8 @@
-"""One image over several devices: what they tell each other, how exact it is, and how fast on two cores.
+"""One image on several devices: the data that they exchange, the differences, and the speed on two cores.
 
-Counts and differences are those of SANA 0.6B's and 1.6B's widths with random weights; times are of a guided step of 6
-blocks of 0.6B, and of the decode by f32c32, at 1024 px, in fp32: two devices with one thread each, against one. Writes
-benchmarks/split.json.
+Counts and differences use the widths of SANA 0.6B and 1.6B with random weights. Times are of a guided step with 6
+blocks of 0.6B, and of the decode with f32c32, at 1024 px in fp32. Two devices with one thread each are compared with
+one device. Writes benchmarks/split.json.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SMALL, LARGE = 1152, 2240  # the widths of 0.6B and 1.6B
 
 
 def step(model, rows: int, columns: int):
-    """A guided step's arguments at so many rows and columns: latents, timesteps, constants."""
+    """Return the arguments of a guided step for latents of `rows` x `columns`: latents, timesteps, constants."""
     x = torch.randn(2, 32, rows, columns, generator=torch.Generator().manual_seed(1))
     embeds = torch.randn(2, 20, model.config.caption_channels, generator=torch.Generator().manual_seed(2))
     return x, torch.full((2,), 500.0), prepare(model, embeds, torch.ones(2, 20), rows, columns)
 
 
 def shared_step(model, arguments, devices: int):
-    """The velocity by so many shards, and the exchanges they had."""
+    """Return the velocity, computed by `devices` shards, and their exchanges."""
     split = Split([torch.device("cpu")] * devices)
     x, timestep, constants = arguments
     forward = partial(velocity, model)
@@ -47,7 +47,7 @@ def shared_step(model, arguments, devices: int):
 
 
 def count() -> dict:
-    """Bytes and messages of a block, counted as a shard takes them, at 1.6B's width in fp32."""
+    """Return the bytes and messages of a block that the middle one of three shards counts, at 1.6B's width in fp32."""
     model = transformer(LARGE, 1)
     _, exchanges = shared_step(model, step(model, 5, 32), 3)
     middle = exchanges[1]
@@ -59,25 +59,26 @@ def count() -> dict:
 
 
 def differences() -> dict:
-    """The largest relative difference from the undivided forward, and whether all numbers of shards agree."""
-    # the same bits need the same threads
+    """Return the largest relative difference from the undivided forward, and whether all numbers of shards agree."""
+    # Results are bit-identical only with the same number of threads.
     torch.set_num_threads(1)
-    found = {}
+    figures = {}
     for variant, width, rows, columns in (("1.6B", LARGE, 11, 17), ("0.6B", SMALL, 9, 33)):
         model = transformer(width, 2)
         arguments = step(model, rows, columns)
         with torch.no_grad():
-            whole = velocity(model, *arguments)
+            undivided = velocity(model, *arguments)
         shared = {devices: shared_step(model, arguments, devices)[0] for devices in (1, 2, 3, 5, 8)}
-        found[f"{variant}, 2 blocks, {rows} x {columns}"] = {
-            "from_whole": max(float((each - whole).abs().max() / whole.abs().max()) for each in shared.values()),
-            "same_bits": all(torch.equal(each, shared[1]) for each in shared.values()),
+        scale = undivided.abs().max()
+        figures[f"{variant}, 2 blocks, {rows} x {columns}"] = {
+            "from_whole": max(float((result - undivided).abs().max() / scale) for result in shared.values()),
+            "same_bits": all(torch.equal(result, shared[1]) for result in shared.values()),
         }
-    return found
+    return figures
 
 
 def timed(mode: str) -> dict[str, float]:
-    """Seconds of a step and of a decode in this process, by one thread or by two."""
+    """Return the seconds of a step and of a decode in this process, with one thread or with two."""
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {0} if mode == "one" else {0, 1})
     model, decoder = transformer(SMALL, BLOCKS), f32c32(1)
@@ -90,7 +91,7 @@ def timed(mode: str) -> dict[str, float]:
 
     def decode():
         if mode == "threads":
-            # each device has a thread of its own
+            # Each device has a thread.
             torch.set_num_threads(1)
             return decode_latents(decoder, x[:1], devices=["cpu", "cpu"])
         return decode_latents(decoder, x[:1])
@@ -109,7 +110,7 @@ def timed(mode: str) -> dict[str, float]:
 
 
 def times() -> dict:
-    """Seconds, and how many times as fast two are."""
+    """Return the seconds, and the speedup with two threads."""
     figures: dict[str, dict[str, float]] = {"step": {}, "decode": {}}
     for name, mode in (("one_thread", "one"), ("two_threads", "threads")):
         command = [sys.executable, "-m", "benchmarks.split", "--mode", mode]

@@ -1,4 +1,4 @@
-"""What the pack costs at the server's start, and what a picture of the demo takes: `make bench`.
+"""The cost of the pack at the server's start, and the time of a demo image: `make bench`.
 
 Writes benchmarks/start.json. The baseline of each figure is measured in the same run.
 """
@@ -40,7 +40,7 @@ sys.stdout.write("\\n" + json.dumps({"seconds": seconds, "bytes": tracemalloc.ge
 
 
 def import_cost() -> dict:
-    """Seconds and traced bytes of the pack's import, and of that of an empty pack as the baseline."""
+    """Return seconds and traced bytes of importing the pack, and of importing an empty pack as the baseline."""
     base = base_directory("bench")
     empty = base / "empty_pack"
     empty.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def import_cost() -> dict:
 
 
 def server_start() -> dict:
-    """Seconds until the server answers, with the pack and without any."""
+    """Return the seconds until the server answers, with the pack and without any pack."""
     times: dict[str, list[float]] = {"with_pack": [], "without": []}
     for _ in range(RUNS):
         for name, options in (("with_pack", []), ("without", ["--disable-all-custom-nodes"])):
@@ -71,20 +71,20 @@ def server_start() -> dict:
 
 
 def demo() -> dict:
-    """Seconds of `make demo`, all of it and the graph alone, when everything is set up."""
+    """Return the seconds of `make demo` and of its graph, when everything is set up."""
     results = []
     for _ in range(RUNS):
         started = time.perf_counter()
-        done = subprocess.run(["make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True)
-        (graph,) = re.findall(r"of which the graph ([\d.]+) s", done.stdout)
+        process = subprocess.run(["make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True)
+        (graph,) = re.findall(r"of which the graph ([\d.]+) s", process.stdout)
         results.append((time.perf_counter() - started, float(graph)))
-    whole, graph = (statistics.median(column) for column in zip(*results, strict=True))
-    return {"seconds": round(whole, 1), "graph_seconds": round(graph, 1)}
+    total, graph = (statistics.median(column) for column in zip(*results, strict=True))
+    return {"seconds": round(total, 1), "graph_seconds": round(graph, 1)}
 
 
 def comfyui_version() -> str:
-    (found,) = re.findall(r'__version__ = "(.+)"', (comfyui_path() / "comfyui_version.py").read_text())
-    return found
+    (version,) = re.findall(r'__version__ = "(.+)"', (comfyui_path() / "comfyui_version.py").read_text())
+    return version
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""A training step beside a bare loop of the same operations, cached epochs beside uncached ones, waiting for data.
+"""A training step compared with a bare loop, cached epochs compared with uncached ones, and the time spent on data.
 
-`python -m benchmarks.train` writes benchmarks/train.json, on the CPU in fp32 with one thread. "step": a LoRA of rank 16
-on SANA-0.6B with 6 of its 28 blocks and random weights, and on the bundled model; the bare loop has its batches in
-memory and draws its noise by torch. Both sides take a step in turn, and the medians of the processor's seconds are
-compared. "epoch": the bundled model, pictures of 128 px, what is encoded once beside what is read again; loading the
-autoencoder and the text encoder is not counted.
+`python -m benchmarks.train` writes benchmarks/train.json, on the CPU in fp32 with one thread. Its parts:
+"step": a LoRA of rank 16 on SANA-0.6B with 6 of its 28 blocks and random weights, and on the bundled model. The bare
+loop runs the same operations, with its batches in memory and noise from torch. Both take a step in turn, and the
+medians of the CPU seconds are compared. "epoch": the bundled model with images of 128 px, encoding compared with
+reading the cache. Loading the autoencoder and the text encoder is not counted.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def bare_step(learner: Trainer, batches: Sequence[Any], number: int) -> None:
 
 
 def step(transformers: Sequence[Any], data: PhaseData, batch: int) -> dict[str, Any]:
-    """Compare the steps of a run with the bare ones, each on a transformer of its own."""
-    own, bare = (make_trainer(one, 3.0, settings(batch)) for one in transformers)
+    """Compare the steps of the trainer with bare steps, on two transformers."""
+    run, bare = (make_trainer(transformer, 3.0, settings(batch)) for transformer in transformers)
     groups = [[list(range(start, start + batch))] for start in range(0, len(data.samples) - batch + 1, batch)]
     batches = [data.cache.load(group[0]) for group in groups]
     for group in bare.optimizer.param_groups:
@@ -98,7 +98,7 @@ def step(transformers: Sequence[Any], data: PhaseData, batch: int) -> dict[str, 
     seconds: dict[str, list[float]] = {"run": [], "bare": []}
     for number in range(STEPS + 3):
         began = time.process_time()
-        take_step(own, data, groups[number % len(groups)], TrainProgress(number), 1e-4)
+        take_step(run, data, groups[number % len(groups)], TrainProgress(number), 1e-4)
         between = time.process_time()
         bare_step(bare, batches, number)
         seconds["run"].append(between - began)
@@ -109,7 +109,7 @@ def step(transformers: Sequence[Any], data: PhaseData, batch: int) -> dict[str, 
 
 
 class TimedCache:
-    """A cache that says how long its reader has waited."""
+    """A cache that measures how long its reader has waited."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.seconds, self.empty = cache, 0.0, cache.empty
@@ -122,7 +122,7 @@ class TimedCache:
 
 
 def epoch(folder: Path, batch: int) -> dict[str, Any]:
-    """Compare an epoch that encodes its pictures with one that reads them, on the bundled model."""
+    """Compare an epoch that encodes its images with an epoch that reads the cache, on the bundled model."""
     from sana_core.batch.pipeline import load_encoder
     from sana_core.checkpoints import load_autoencoder, load_transformer
     from sana_core.decode import encode_images

@@ -1,9 +1,9 @@
-"""What a LoRA of the demo model learns, a subject and a colour that it has never seen, and what it forgets by that.
+"""A LoRA teaches the demo model a new subject and a new colour. How well does it learn, and how much does it forget?
 
-`python -m benchmarks.train_lora FOLDER` writes benchmarks/train_lora.json: the shares of images of held-out
-combinations that the judge in demo/ accepts, of new combinations (windmills, turquoise things) and of
-old ones, before and after, means of four seeds: "beside" regularisation images that show what the model knows, and
-"alone", without them, in the steps that show as many new paintings. It works in FOLDER, and resumes there.
+`python -m benchmarks.train_lora FOLDER` writes benchmarks/train_lora.json. It contains the shares of images that the
+judge in demo/ accepts, for held-out new combinations (windmills, turquoise subjects) and for old ones, before and after
+the training, as means over four seeds. "beside" trains with regularisation images of old combinations. "alone" trains
+without them, with the same number of new paintings. The benchmark works in FOLDER and resumes there.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ from demo.world import (
 )
 
 CHECKPOINT = ROOT / "demo" / "sana-posters"
-HELD_OUT = 96  # combinations that are drawn and judged, of new ones and of old ones
-PAINTINGS = {"new": 900, "old": 300}  # what the LoRA learns
-STEPS = {"beside": 2100, "alone": 1050}  # half of what is learned beside is old
+# Number of new combinations and of old combinations that are judged.
+HELD_OUT = 96
+# Number of training images.
+PAINTINGS = {"new": 900, "old": 300}
+# Half of the images in the steps of "beside" are old.
+STEPS = {"beside": 2100, "alone": 1050}
 SETTINGS = """
 model = "{model}"
 out = "{out}"
@@ -72,16 +75,16 @@ warmup = 50
 
 
 def new_combinations() -> tuple[list[Combination], list[Combination]]:
-    """Return (train, held out) of all that is a windmill or turquoise."""
-    every = [
-        each for each in all_combinations(ALL_KINDS, ALL_COLOURS) if each.kind == NEW_KIND or each.colour == NEW_COLOUR
+    """Return (train, held out) of all combinations with windmills or turquoise."""
+    new = [
+        item for item in all_combinations(ALL_KINDS, ALL_COLOURS) if item.kind == NEW_KIND or item.colour == NEW_COLOUR
     ]
-    random.Random(21).shuffle(every)
-    return every[HELD_OUT:], every[:HELD_OUT]
+    random.Random(21).shuffle(new)
+    return new[HELD_OUT:], new[:HELD_OUT]
 
 
 def write_paintings(folder: Path) -> None:
-    """Paint what the LoRA is trained on, and beside."""
+    """Paint the training images and the regularisation images."""
     rng = random.Random(22)
     scenes = [scene_of(rng, rng.choice(new_combinations()[0])) for _ in range(PAINTINGS["new"])]
     write_dataset(folder / "new", scenes, rng, small, random_caption)
@@ -89,7 +92,7 @@ def write_paintings(folder: Path) -> None:
 
 
 def with_lora(lora: Path, folder: Path) -> Path:
-    """Return a copy of the checkpoint in `folder` with the LoRA in its weights, by diffusers' own loader."""
+    """Copy the checkpoint to `folder` with the LoRA merged into its weights by diffusers. Returns `folder`."""
     from diffusers import SanaTransformer2DModel
     from safetensors.torch import load_file
 
@@ -102,11 +105,11 @@ def with_lora(lora: Path, folder: Path) -> Path:
     return folder
 
 
-def right(wanted: list[Scene], checkpoint: Path) -> dict[str, float]:
-    """Return the shares of `wanted` that are drawn right, means of SEEDS seeds."""
-    judge, prompts = load(), [prompt_of(each) for each in wanted]
-    drawn = (draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed) for seed in range(SEEDS))
-    return mean_score([score(judge, pictures, wanted) for pictures in drawn])
+def right(scenes: list[Scene], checkpoint: Path) -> dict[str, float]:
+    """Return the shares of `scenes` whose images are right, as means over SEEDS seeds."""
+    judge, prompts = load(), [prompt_of(scene) for scene in scenes]
+    batches = (draw(checkpoint, prompts, guidance=GUIDANCE, seed=1000 * seed) for seed in range(SEEDS))
+    return mean_score([score(judge, images, scenes) for images in batches])
 
 
 def main() -> None:
@@ -118,15 +121,15 @@ def main() -> None:
         write_paintings(folder)
     rng = random.Random(23)
     held_out = {"new": new_combinations()[1], "old": combinations()[1][:HELD_OUT]}
-    asked = {which: [scene_of(rng, each) for each in wanted] for which, wanted in held_out.items()}
-    kept = folder / "train_lora.json"
-    document: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    scenes = {age: [scene_of(rng, item) for item in items] for age, items in held_out.items()}
+    progress = folder / "train_lora.json"
+    document: dict[str, Any] = json.loads(progress.read_text()) if progress.exists() else {}
 
     def judge(name: str, checkpoint: Path) -> None:
-        """Put the scores of both into the document, where they are not there yet."""
+        """Score `checkpoint` on new and old scenes, unless the document already contains the scores."""
         if name not in document:
-            document[name] = {which: right(wanted, checkpoint) for which, wanted in asked.items()}
-            kept.write_text(json.dumps(document))
+            document[name] = {age: right(age_scenes, checkpoint) for age, age_scenes in scenes.items()}
+            progress.write_text(json.dumps(document))
 
     for way, regularisation in (("beside", [str(folder / "old")]), ("alone", [])):
         text = SETTINGS.format(

@@ -1,8 +1,8 @@
-"""What a step of training takes, counted on fake tensors, beside what sana_core.training.plan predicts: `make bench`.
+"""The memory of a training step on fake tensors, compared with the prediction of sana_core.training.plan: `make bench`.
 
-Writes benchmarks/train_memory.json. It is the trainer's own step, with the released sizes and the CPU's operations, on
-tensors that have a shape and no numbers; tests/live_bytes.py counts. Nothing of this has run on a card: what kernels
-take for themselves, fragmentation and the driver are not in it.
+Writes benchmarks/train_memory.json. The trainer's step runs with the released sizes and the CPU's operations, on
+tensors with a shape and no values. tests/live_bytes.py counts their bytes. No GPU has run this: the workspaces of
+kernels, fragmentation and the driver are not included.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from sana_core.training.released import build_transformer, released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
 
-# of a step, which asks them for the weight of their loss
+# A step reads the weights of the losses from these.
 SAMPLES = [Sample("", "", (0, 0), FileRange(Path()))] * 64
 FULL, ROUNDED = Method("full"), Method("full", weights="bfloat16")
 CONTROLNET, ROUNDED_CONTROLNET = Method("controlnet"), Method("controlnet", weights="bfloat16")
 EIGHT_BITS = Method(base="int8")
-# of each variant, the settings that differ from a LoRA of the attention at 1024 px in a batch of 1 with AdamW
+# {variant: settings that differ from a LoRA of the attention at 1024 px with batch size 1 and AdamW}
 CASES: dict[str, list[dict[str, Any]]] = {
     "0.6B": [
         {},
@@ -95,9 +95,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 class Counted(NamedTuple):
-    """Bytes of a training: at rest between steps, and at most in a step."""
+    """Bytes of a training."""
 
-    rest: int
+    # Between two steps.
+    idle: int
+    # The peak in a step.
     peak: int
 
 
@@ -127,23 +129,23 @@ def make_settings(
 
 
 def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
-    """Return a transformer of that architecture with weights as torch makes them."""
+    """Return a transformer of that architecture with torch's initial weights."""
     with default_dtype(dtype):
         return build_transformer(model, pixels)
 
 
 def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What Cache.empty is, of zeros."""
+    """Return a replacement for Cache.empty, filled with zeros."""
     mask = torch.tensor([1] + [0] * (MAX_TOKENS - 1), dtype=torch.uint8)
     return {"embeds": torch.zeros(MAX_TOKENS, TEXT_WIDTH, dtype=dtype), "mask": mask}
 
 
 def fake_batch(count: int, side: int, dtype: torch.dtype, control: bool = False) -> Batch:
-    """Return latents of zeros, the longest captions, and with `control` as many latents of control images."""
+    """Return a batch with latents of zeros and the longest captions, and with `control` latents of control images."""
     embeds = torch.zeros(count, MAX_TOKENS, TEXT_WIDTH, dtype=dtype)
     mask = torch.ones(count, MAX_TOKENS, dtype=torch.int64)
     latents = torch.zeros(count, 32, side, side)
-    return Batch(latents, embeds, mask, None, ["picture"] * count, latents.clone() if control else None)
+    return Batch(latents, embeds, mask, None, ["image"] * count, latents.clone() if control else None)
 
 
 def count_step(
@@ -154,7 +156,7 @@ def count_step(
     live: LiveBytes | None = None,
     ranks: Ranks = ALONE,
 ) -> Counted:
-    """Return what the last of `steps` steps takes, as `live` counts it; of the first phase of `settings`."""
+    """Return the bytes of the last of `steps` steps, in the first phase of `settings`. `live` counts them."""
     phase, live = settings.phase[0], live or LiveBytes(fake)
     side, dtype = phase.resolution // 32, getattr(torch, settings.dtype)
 
@@ -167,7 +169,7 @@ def count_step(
             stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", replace_parameters))
             stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", copy_parameter))
         stack.enter_context(live)
-        # torchao's step without a compiler
+        # Run torchao's optimizers without a compiler.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         weights = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
         learner = make_trainer(transformer(model, weights, phase.resolution), 3.0, settings, ranks=ranks)
@@ -180,20 +182,20 @@ def count_step(
 
 
 def replace_parameters(module: Any, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Do what torch.nn.Module's _apply does with new parameters: modules cannot exchange the data of fake ones."""
+    """Replace torch.nn.Module._apply: create new parameters, because the data of fake ones cannot be exchanged."""
     for owner in module.modules():
-        for name, each in owner.named_parameters(recurse=False):
-            setattr(owner, name, torch.nn.Parameter(function(each.detach()), each.requires_grad))
+        for name, parameter in owner.named_parameters(recurse=False):
+            setattr(owner, name, torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad))
     return module
 
 
 def copy_parameter(parameter: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """Return what a copy of a parameter is; torch's own would ask a fake one for its memory."""
+    """Copy a parameter. torch's copy would access the memory, which a fake parameter does not have."""
     return torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
 def describe(settings: TrainingSettings) -> str:
-    """Return in words what tells the cases apart."""
+    """Return the differences between the cases as text."""
     method, phase, optimizer = settings.method, settings.phase[0], settings.optimizer
     words = [f"{phase.resolution} px", f"batch {phase.batch}"]
     words += ["accumulated"] if phase.accumulate > 1 else []
@@ -225,14 +227,14 @@ def compare(variant: str, settings: TrainingSettings) -> dict[str, Any]:
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for variant, cases in CASES.items():
         for case in cases:
             settings = make_settings(**case)
-            found.setdefault(variant, {})[describe(settings)] = compare(variant, settings)
-            sys.stderr.write(f"{variant} {describe(settings)}: {found[variant][describe(settings)]}\n")
+            figures.setdefault(variant, {})[describe(settings)] = compare(variant, settings)
+            sys.stderr.write(f"{variant} {describe(settings)}: {figures[variant][describe(settings)]}\n")
     note = "counted on fake tensors in a second step; nothing of this has run on a card"
-    write(__file__, {"note": note, "steps": found})
+    write(__file__, {"note": note, "steps": figures})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Training on several processes: what a step takes of each card, how fast ranks are, and 64 cards on paper.
+"""Training on several processes: the memory of a step per GPU, the speed of ranks, and an estimate for up to 64 GPUs.
 
-`python -m benchmarks.train_parallel` writes benchmarks/train_parallel.json. "memory": the trainer's own step under
-FSDP2, on fake tensors in a fake group of 4, beside the plan's prediction. "overhead": the trainer's step beside a bare
-loop under the same wrapper, two ranks over gloo on this machine's CPU. "speed": two ranks, a core each, beside one on
-one core. "on_paper": seconds of a step of SANA 1.6B that send and that compute, by the plan's volumes. No GPU has run
-it.
+`python -m benchmarks.train_parallel` writes benchmarks/train_parallel.json. No GPU has run it. Its parts:
+"memory": the trainer's step under FSDP2, on fake tensors in a fake group of 4, compared with the plan's prediction.
+"overhead": the trainer's step compared with a bare loop under the same wrapper, with two ranks over gloo on the CPU.
+"speed": two ranks with one core each, compared with one rank on one core.
+"on_paper": seconds of a step of SANA 1.6B for sending and for computing, from the plan's volumes.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Parallel, TrainingSettings
 
 CARDS, STEPS, BLOCKS = 4, 8, 6
-# the issue's two: all weights with AdamW at 1024 px in batches of 1, and the GiB of the cards
+# {variant: GiB of a GPU}, for training all weights with AdamW at 1024 px with batch size 1.
 RELEASED = {"1.6B": 12, "1.5-4.8B": 24}
-# of an H100: dense bf16, of which a training reaches about 0.4; NVLink in one direction; a machine of 8 behind 100 GbE
+# An H100: dense bf16 operations per second, the share that training reaches, bytes per second of NVLink in one
+# direction and of 100 GbE between machines, and GPUs per machine.
 FLOPS, REACHED, NVLINK, ETHERNET, MACHINE = 989e12, 0.4, 450e9, 12.5e9, 8
-# forward, backward, and the forward again with gradient checkpointing, of 2 operations a weight and a position
+# Forward, backward, and with gradient checkpointing the forward again. Each has 2 operations per weight and position.
 PASSES, POSITIONS, PICTURES = 4, 1024, 8
 
 
 class Shared(LiveBytes):
-    """Counts what FSDP frees and takes by resizing, and not what has no memory anywhere."""
+    """Also counts memory that FSDP allocates and frees by resizing. Does not count meta tensors."""
 
     def track(self, tensor: Any, counted: bool) -> None:
         super().track(tensor, counted and getattr(tensor, "device", torch.device("cpu")).type != "meta")
@@ -77,7 +78,7 @@ class Shared(LiveBytes):
 
 
 def count_rank(model: Architecture, settings: TrainingSettings) -> int:
-    """Return the most bytes at once of a second step on one of CARDS ranks. Makes the process's group."""
+    """Return the peak bytes of a second step on one of CARDS ranks. Creates and destroys the process group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -105,46 +106,46 @@ def predict(variant: str) -> int:
 
 
 def memory() -> dict[str, Any]:
-    """Count each of RELEASED in a process of its own, for each makes a group."""
-    found = {}
+    """Count each variant of RELEASED in a separate process, because each needs a process group."""
+    figures = {}
     for variant, card in RELEASED.items():
         with multiprocessing.get_context("fork").Pool(1) as pool:
             counted = pool.apply(count_rank, (VARIANTS[variant], memory_settings()))
         predicted = predict(variant)
-        found[variant] = {
+        figures[variant] = {
             "counted_megabytes": round(counted / 1e6, 1),
             "predicted_megabytes": round(predicted / 1e6, 1),
             "predicted_of_counted": round(predicted / counted, 3),
             "fits_card_of": card if counted + CONTEXT <= card * 2**30 else None,
         }
-    return found
+    return figures
 
 
 def speed_settings(kind: str) -> TrainingSettings:
-    own = make_settings(method=Method(targets="both"), accumulate=2, dtype="float32", pixels=512, checkpoint=False)
-    return replace(own, parallel=Parallel(kind), caption_dropout=0.0)
+    settings = make_settings(method=Method(targets="both"), accumulate=2, dtype="float32", pixels=512, checkpoint=False)
+    return replace(settings, parallel=Parallel(kind), caption_dropout=0.0)
 
 
 def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
-    """Return the median seconds of a step of two pictures: the trainer's, or those of a loop without a trainer."""
+    """Return the median seconds of a step with two images, of the trainer or of a bare loop."""
     torch.manual_seed(0)
     settings = speed_settings(kind)
     learner = make_trainer(transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
     batch, empty = fake_batch(1, 16, torch.float32), empty_prompt(torch.float32)
     data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
-    found = []
+    durations = []
     for step in range(STEPS + 2):
         began = time.perf_counter()
         if bare:
             bare_step(learner, batch)
         else:
             take_step(learner, data, [[0], [1]], TrainProgress(step), 1e-4)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[2:])
+        durations.append(time.perf_counter() - began)
+    return statistics.median(durations[2:])
 
 
 def bare_step(learner: Any, batch: Batch) -> None:
-    """What torch's own example of DDP and FSDP does, of the same pictures a rank."""
+    """Run a step like torch's examples of DDP and FSDP, with the same images per rank."""
     noise, sigma = torch.randn_like(batch.latents), torch.rand(1)
 
     def loss() -> torch.Tensor:
@@ -164,28 +165,28 @@ def bare_step(learner: Any, batch: Batch) -> None:
 
 
 def of_ranks(count: int, function: Callable[[Ranks], float]) -> float:
-    """Return the slowest rank's."""
+    """Return the result of the slowest rank."""
     return max(results_of(count, function, deadline=1200))
 
 
 def overhead() -> dict[str, Any]:
-    found = {}
+    figures = {}
     for kind in ("ddp", "fsdp"):
-        # in turns, for the machine's other work comes and goes
+        # In turns, because other work on the machine varies.
         pairs = [[of_ranks(2, partial(seconds, kind=kind, bare=bare)) for bare in (False, True)] for _ in range(2)]
-        own, bare = (min(pair[index] for pair in pairs) for index in (0, 1))
-        found[kind] = {"run_seconds": round(own, 4), "bare_seconds": round(bare, 4), "ratio": round(own / bare, 3)}
-    return found
+        run, bare = (min(pair[index] for pair in pairs) for index in (0, 1))
+        figures[kind] = {"run_seconds": round(run, 4), "bare_seconds": round(bare, 4), "ratio": round(run / bare, 3)}
+    return figures
 
 
 def speed() -> dict[str, Any]:
     torch.set_num_threads(1)
     one = min(seconds(ALONE, "ddp", False) for _ in range(2))
-    found: dict[str, Any] = {"one_rank_seconds": round(one, 4)}
+    figures: dict[str, Any] = {"one_rank_seconds": round(one, 4)}
     for kind in ("ddp", "fsdp"):
         two = min(of_ranks(2, partial(seconds, kind=kind, bare=False)) for _ in range(2))
-        found[kind] = {"two_ranks_seconds": round(two, 4), "times_one": round(one / two, 2)}
-    return found
+        figures[kind] = {"two_ranks_seconds": round(two, 4), "times_one": round(one / two, 2)}
+    return figures
 
 
 def on_paper() -> list[dict[str, Any]]:
@@ -201,10 +202,10 @@ def on_paper() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"cards": cards, "computing_seconds": round(computing, 3)}
         settings = make_settings(method=FULL, batch=PICTURES, accumulate=cards)
         for kind in ("ddp", "fsdp"):
-            own = replace(settings, parallel=Parallel(kind))
-            whole = rank_memory(own, base, own.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
+            parallel = replace(settings, parallel=Parallel(kind))
+            sent = rank_memory(parallel, base, parallel.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
             machines, inside = max(1, cards // MACHINE), min(cards, MACHINE)
-            sending = whole * ring(inside) / NVLINK + whole * ring(machines) / ETHERNET
+            sending = sent * ring(inside) / NVLINK + sent * ring(machines) / ETHERNET
             row[kind] = {
                 "sending_seconds": round(sending, 3),
                 "at_most": round(computing / max(computing, sending), 2),
@@ -215,16 +216,16 @@ def on_paper() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure what the command line names, all without one, and keep what was measured of the rest."""
-    figures = {"memory": memory, "overhead": overhead, "speed": speed, "on_paper": on_paper}
+    """Measure the parts on the command line, by default all. Older figures of the other parts are not changed."""
+    parts = {"memory": memory, "overhead": overhead, "speed": speed, "on_paper": on_paper}
     file = ROOT / "benchmarks" / "train_parallel.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    found: dict[str, Any] = {name: known[name] for name in figures if name in known}
-    for name in sys.argv[1:] or figures:
-        found[name] = figures[name]()  # type: ignore[operator]
-        sys.stderr.write(f"{name}: {found[name]}\n")
+    old = json.loads(file.read_text()) if file.exists() else {}
+    figures: dict[str, Any] = {name: old[name] for name in parts if name in old}
+    for name in sys.argv[1:] or parts:
+        figures[name] = parts[name]()  # type: ignore[operator]
+        sys.stderr.write(f"{name}: {figures[name]}\n")
         note = "memory counted on fake tensors; times on a CPU over gloo; nothing of this has run on a card"
-        file.write_text(json.dumps({**description(), "note": note, **found}, indent=2) + "\n")
+        file.write_text(json.dumps({**description(), "note": note, **figures}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,42 +30,42 @@ RECIPES = {
 
 
 def settings_of(file: Path) -> TrainingSettings:
-    """Return the settings in a recipe, or those that the node of the template has."""
+    """Return the settings of a recipe, or of the nodes in the template."""
     if file.suffix == ".toml":
         return read_settings(file)
     document = json.loads(file.read_text(encoding="utf-8"))
     graphs = [document, *document.get("definitions", {}).get("subgraphs", [])]
     nodes = {node["type"]: node for graph in graphs for node in graph["nodes"]}
-    own: dict[str, Any] = {}
+    widgets: dict[str, Any] = {}
     for node in (nodes["SanaNodesDataset"], nodes["SanaNodesTrain"]):
-        names = [each["name"] for each in node["inputs"] if "widget" in each]
-        own |= zip(names, node["widgets_values"], strict=True)
+        names = [field["name"] for field in node["inputs"] if "widget" in field]
+        widgets |= zip(names, node["widgets_values"], strict=True)
     phase = Phase(
         (str(ROOT / "recipes" / "cyanotypes"),),
-        own["resolution"],
-        batch=own["batch_size"],
-        accumulate=own["accumulate"],
-        steps=own["steps"],
-        learning_rate=own["learning_rate"],
-        schedule=own["schedule"],
-        warmup=own["warmup"],
+        widgets["resolution"],
+        batch=widgets["batch_size"],
+        accumulate=widgets["accumulate"],
+        steps=widgets["steps"],
+        learning_rate=widgets["learning_rate"],
+        schedule=widgets["schedule"],
+        warmup=widgets["warmup"],
     )
     return TrainingSettings(
         str(ROOT / "demo" / "sana-posters"),
         "",
         (phase,),
-        seed=own["training_seed"],
+        seed=widgets["training_seed"],
         dtype="float32",
-        caption_dropout=own["caption_dropout"],
-        checkpoint_gradients=own["checkpoint_gradients"],
-        method=Method(own["method"], own["rank"], own["alpha"] or None, own["targets"]),
-        optimizer=Optimizer(own["optimizer"], own["weight_decay"], own["gradient_clip"], own["ema"]),
-        validation=Validation(own["validate_every"], own["held_out"]),
+        caption_dropout=widgets["caption_dropout"],
+        checkpoint_gradients=widgets["checkpoint_gradients"],
+        method=Method(widgets["method"], widgets["rank"], widgets["alpha"] or None, widgets["targets"]),
+        optimizer=Optimizer(widgets["optimizer"], widgets["weight_decay"], widgets["gradient_clip"], widgets["ema"]),
+        validation=Validation(widgets["validate_every"], widgets["held_out"]),
     )
 
 
 def figures_of(settings: TrainingSettings) -> dict[str, Any]:
-    """Train as `settings` say, and return the losses of the validations."""
+    """Train with `settings`, and return the validation losses."""
     lines: list[Any] = []
 
     def report(line: Any) -> None:
@@ -77,10 +77,10 @@ def figures_of(settings: TrainingSettings) -> dict[str, Any]:
         train(check_settings(replace(settings, out=folder, cache="", keep=1)), report)
     *validations, published = (line for line in lines if "validation_loss" in line)
 
-    def found(line: Any) -> dict[str, Any]:
+    def entry(line: Any) -> dict[str, Any]:
         return {"step": line["step"], "validation_loss": round(line["validation_loss"], 4)}
 
-    return {"before": found(validations[0]), "published": found(published), "last": found(validations[-1])}
+    return {"before": entry(validations[0]), "published": entry(published), "last": entry(validations[-1])}
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
         settings = settings_of(RECIPES[name])
         settings = replace(settings, validation=replace(settings.validation, prompts=(), control=()))
         recipes = {**document.get("recipes", {}), name: figures_of(settings)}
-        document = {**description(), "recipes": {each: recipes[each] for each in RECIPES if each in recipes}}
+        document = {**description(), "recipes": {recipe: recipes[recipe] for recipe in RECIPES if recipe in recipes}}
         FILE.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""What saving costs a run that saves every 100 steps: `python -m benchmarks.train_saving`.
+"""The cost of saving for a training that saves every 100 steps: `python -m benchmarks.train_saving`.
 
-It writes benchmarks/train_saving.json: for a LoRA of the demo model and for all of its weights, the bytes of a state,
-how long training stands still for one, and the share of that in the time of 100 steps; beside it the same where it
-waits until the state is whole and on the disk.
+It writes benchmarks/train_saving.json. For a LoRA of the demo model and for all of its weights, it contains the size of
+a state, the seconds for which saving interrupts training, and their share in the time of 100 steps. "behind" saves in
+the background as the trainer does. "at_once" waits until the state is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sana_core.training.settings import Method, Validation
 from sana_core.training.settings_file import read_settings
 from sana_core.training.trainer import train
 
-# those of the run that is measured, how often it saves, and how often that run would whose share is told
+# Steps of the measured run, its steps between two states, and the steps between two states for the computed share.
 STEPS, EVERY, TOLD = 60, 10, 100
 
 
 def figures_of(method: Method, cache: str) -> dict[str, Any]:
-    """Train by the bundled recipe with `method`, and return what its states take, put in place behind it or at once."""
+    """Train the bundled recipe with `method`. Returns the cost of saving in the background and of saving at once."""
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     phase = replace(settings.phase[0], steps=STEPS)
     settings = replace(settings, phase=(phase,), method=method, validation=Validation(), save_every=EVERY, keep=1)
@@ -37,9 +37,9 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
         write_state(*values)()
         return lambda: None
 
-    found: dict[str, Any] = {}
-    for way, put in (("behind", write_state), ("at_once", at_once)):
-        trainer.write_state = put
+    figures: dict[str, Any] = {}
+    for way, function in (("behind", write_state), ("at_once", at_once)):
+        trainer.write_state = function
         times: list[float] = []
         steps: list[float] = []
 
@@ -53,12 +53,12 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
                 size = sum(file.stat().st_size for file in Path(folder, "steps").rglob("*") if file.is_file())
         finally:
             trainer.write_state = write_state
-        # what lies between two steps, and what of it is the state; the least of each, for others use the machine too
+        # Seconds between two steps. The minimum with and without a state, because other programs use the machine too.
         between = [after - before - step for (before, after), step in zip(pairwise(times), steps[1:], strict=True)]
-        stood = min(between[number - 1] for number in range(EVERY, STEPS, EVERY)) - min(between)
-        found["state_megabytes"] = round(size / 1e6, 1)
-        found[way] = {"seconds": round(stood, 3), "share": round(stood / (stood + TOLD * min(steps)), 4)}
-    return found
+        saving = min(between[number - 1] for number in range(EVERY, STEPS, EVERY)) - min(between)
+        figures["state_megabytes"] = round(size / 1e6, 1)
+        figures[way] = {"seconds": round(saving, 3), "share": round(saving / (saving + TOLD * min(steps)), 4)}
+    return figures
 
 
 def main() -> None:

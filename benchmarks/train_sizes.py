@@ -1,8 +1,9 @@
-"""Several resolutions mixed in one phase against phases one after another, at the same number of steps.
+"""Several resolutions mixed in one phase, compared with one phase per resolution, with the same number of steps.
 
-`python -m benchmarks.train_sizes` writes benchmarks/train_sizes.json: a LoRA of the demo model on paintings in blue
-alone, which it does not know, at 256 px, at 384 px, first at the one and then at the other, and at both in one phase;
-the loss before, and of each, on held-out paintings of either size, the mean of SEEDS runs.
+`python -m benchmarks.train_sizes` writes benchmarks/train_sizes.json. It trains a LoRA of the demo model on blue
+paintings, which are new to the model. WAYS are the compared schedules: 256 px, 384 px, both one after another, and both
+in one phase. The figures are the losses on held-out paintings of both sizes before and after training, as means over
+SEEDS runs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ STEPS, PAINTINGS, SEEDS = 200, 100, 3
 RATE = 1e-3
 
 
-def phase(resolution: int, steps: int, rate: float = RATE, **own: Any) -> Phase:
-    return Phase(("",), resolution, batch=4, steps=steps, learning_rate=rate, schedule="cosine", warmup=10, **own)
+def phase(resolution: int, steps: int, rate: float = RATE, **options: Any) -> Phase:
+    return Phase(("",), resolution, batch=4, steps=steps, learning_rate=rate, schedule="cosine", warmup=10, **options)
 
 
 WAYS: dict[str, tuple[Phase, ...]] = {
@@ -49,8 +50,8 @@ def cyanotype(scene: Scene) -> np.ndarray:
     return in_blue(paint(scene, LARGE, LARGE))
 
 
-def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, **own: Any) -> TrainingSettings:
-    phases = tuple(replace(each, data=(str(folder / "paintings"),)) for each in phases)
+def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, **options: Any) -> TrainingSettings:
+    phases = tuple(replace(item, data=(str(folder / "paintings"),)) for item in phases)
     return TrainingSettings(
         str(ROOT / "demo" / "sana-posters"),
         str(folder / f"{name} {seed}"),
@@ -61,15 +62,15 @@ def settings_of(folder: Path, name: str, phases: tuple[Phase, ...], seed: int, *
         cache=str(folder / "cache"),
         checkpoint_gradients=False,
         optimizer=Optimizer(clip=1.0),
-        **own,
+        **options,
     )
 
 
 def loss_at(resolution: int, folder: Path, name: str, seed: int, lora: str) -> float:
-    """Return the loss of the held-out paintings at `resolution`, of a run that goes on from `lora` at rate 0."""
+    """Return the loss on the held-out paintings at `resolution`. It trains `lora` for one step at rate 0."""
     lines: list[Any] = []
     method = Method(rank=8, targets="both", start=lora)
-    own = settings_of(
+    settings = settings_of(
         folder,
         f"{name} at {resolution}",
         (phase(resolution, 1, 0.0),),
@@ -77,7 +78,7 @@ def loss_at(resolution: int, folder: Path, name: str, seed: int, lora: str) -> f
         method=method,
         validation=Validation(1, 0.2),
     )
-    train(own, lines.append)
+    train(settings, lines.append)
     return next(line["validation_loss"] for line in lines if "validation_loss" in line)
 
 
@@ -86,18 +87,18 @@ def main() -> None:
         folder, rng = Path(name), random.Random("sizes")
         scenes = islice(training_scenes(rng), PAINTINGS)
         write_dataset(folder / "paintings", scenes, rng, cyanotype, random_caption)
-        found: dict[str, dict[str, float]] = {}
+        figures: dict[str, dict[str, float]] = {}
         for way, phases in WAYS.items():
             losses = []
             for seed in range(SEEDS):
                 method, held_out = Method(rank=8, targets="both"), Validation(0, 0.2)
-                own = settings_of(folder, way, phases, seed, method=method, validation=held_out)
-                lora = str(train(own)) if phases else ""
-                losses.append([loss_at(each, folder, way, seed, lora) for each in (SMALL, LARGE)])
-            means = [round(sum(each) / SEEDS, 4) for each in zip(*losses, strict=True)]
-            found[way] = dict(zip((f"loss at {SMALL}", f"loss at {LARGE}"), means, strict=True))
-            sys.stderr.write(f"{way}: {found[way]}\n")
-    write(__file__, {"steps": STEPS, "seeds": SEEDS, "ways": found})
+                settings = settings_of(folder, way, phases, seed, method=method, validation=held_out)
+                lora = str(train(settings)) if phases else ""
+                losses.append([loss_at(resolution, folder, way, seed, lora) for resolution in (SMALL, LARGE)])
+            means = [round(sum(seed_losses) / SEEDS, 4) for seed_losses in zip(*losses, strict=True)]
+            figures[way] = dict(zip((f"loss at {SMALL}", f"loss at {LARGE}"), means, strict=True))
+            sys.stderr.write(f"{way}: {figures[way]}\n")
+    write(__file__, {"steps": STEPS, "seeds": SEEDS, "ways": figures})
 
 
 if __name__ == "__main__":

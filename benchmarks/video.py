@@ -1,7 +1,7 @@
-"""Launches and memory of a SANA-Video forward on an accelerator, counted without one, beside diffusers' and the plan.
+"""Launches and memory of a SANA-Video forward on an accelerator, compared with diffusers and with the plan.
 
-`python -m benchmarks.video` writes benchmarks/video.json: what tests/fake_accelerator.py counts of the released
-configurations in bf16, 81 frames. Nothing of this has run on a card.
+`python -m benchmarks.video` writes benchmarks/video.json. tests/fake_accelerator.py counts them on fake tensors for the
+released configurations, in bf16 with 81 frames. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sana_core.video import forward as video
 from sana_core.video.latents import video_shape
 from sana_core.video.memory import plan_video
 
-# what the host gets when it reads the longest prompt, or whether none is padded
-READ = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}
+# Values that a fake tensor returns to the host: the length of the longest prompt, and whether no prompt is padded.
+SCALARS = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}
 
 
 def transformer(channels: int, layers: int = VIDEO_LAYERS) -> torch.nn.Module:
@@ -32,15 +32,16 @@ def transformer(channels: int, layers: int = VIDEO_LAYERS) -> torch.nn.Module:
 
 @torch.no_grad()
 def count(
-    channels: int, prompts: int, given: bool = False, layers: int = VIDEO_LAYERS, library: bool = False
+    channels: int, prompts: int, first_frame: bool = False, layers: int = VIDEO_LAYERS, library: bool = False
 ) -> dict[str, Any]:
-    """Return launches, and bytes beyond weights and what is kept of the prompts, of one forward of so many `prompts`.
+    """Return the launches of one forward of `prompts` prompts, and its bytes without weights and prepared prompts.
 
-    With `given`, the first frame is. With `library` it is diffusers' forward, which reads the prompts in each step.
+    `first_frame`: the first frame is an input. `library`: use diffusers' forward, which projects the prompts in each
+    step.
     """
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def in_places(query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any) -> torch.Tensor:
+    def positional(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
         return attend(query, key, value, attn_mask=attn_mask)
 
     shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
@@ -48,13 +49,13 @@ def count(
         with FIRST:
             model = transformer(channels, layers)
             embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
-            x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if given else (prompts,))
+            x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if first_frame else (prompts,))
         if library:
-            # the counter knows the attention by its arguments in their places
-            with Counter() as counter, mock.patch("torch.nn.functional.scaled_dot_product_attention", in_places):
+            # The counter expects positional arguments of the attention.
+            with Counter() as counter, mock.patch("torch.nn.functional.scaled_dot_product_attention", positional):
                 model(x, embeds, timestep, encoder_attention_mask=mask, return_dict=False)
         else:
-            with Counter(READ):
+            with Counter(SCALARS):
                 constants = video.prepare(model, embeds, mask, *shape[1:])
             with Counter() as counter:
                 video.velocity(model, x, timestep, constants)
@@ -65,9 +66,10 @@ def main() -> None:
     forwards: dict[str, Any] = {}
     for channels, model in VIDEOS.items():
         plan = plan_video(model.name, *model.size)
-        kept = 2 * VIDEO_LAYERS * MAX_TOKENS * 2240 * 2
+        # Keys and values of a prompt in all layers, 2240 channels in bf16.
+        prepared = 2 * VIDEO_LAYERS * MAX_TOKENS * 2240 * 2
         for prompts in (1, 2):
-            planned = prompts * (plan["transformer"]["activations"] // 2 - kept)
+            planned = prompts * (plan["transformer"]["activations"] // 2 - prepared)
             forwards[f"{model.name}, {prompts} prompts"] = {
                 **count(channels, prompts),
                 "planned_bytes": planned,

@@ -1,6 +1,6 @@
-"""How far the ways of drawing one file are apart: writes ways.json, and a table in developer/reproducibility.md.
+"""The differences between the ways to generate an image: writes ways.json and a table in developer/reproducibility.md.
 
-Runs the tests that draw every case in every way, of tests/graph and tests/cluster, and takes what they print.
+Runs the tests in tests/graph and tests/cluster that generate every case in every way, and parses their output.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ TABLE = re.compile(r"(?<=<!-- ways -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the differences as a table of Markdown: a row for each case, a column for each way, of both references the
-    larger one."""
+    """Return the differences as a Markdown table with a row per case and a column per way.
+
+    Each cell has the larger difference of both references.
+    """
     cells: dict[str, dict[str, float]] = {}
     for row in report["largest_difference"]:
         case = cells.setdefault(row["case"], {})
@@ -34,11 +36,11 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     rows = [row for test in TESTS for row in LINE.findall(printed_by(test))]
-    found = [
+    differences = [
         {"case": case, "way": way, "reference": reference, "difference": float(difference)}
         for way, case, reference, difference in rows
     ]
-    report = {"largest_difference": found}
+    report = {"largest_difference": differences}
     write(__file__, report)
     DOCUMENT.write_text(TABLE.sub(lambda _: table(report), DOCUMENT.read_text()))
 

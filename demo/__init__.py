@@ -1,7 +1,7 @@
 """The recipe of the bundled model, which generates posters at 512 x 512.
 
-A program draws the training images. `world` defines what a scene may show, `captions` describes it, `layout` places the
-things, and `painting` draws them with `land`, `subjects`, `hours` and `brush`. These commands train the model:
+A program paints the training images. `world` defines the possible scenes, `captions` describes them, `layout` positions
+the subjects, and `painting` paints them with `land`, `subjects`, `hours` and `brush`. These commands train the model:
 
     python -m demo.judge
     python -m demo.autoencoder FOLDER/autoencoder --minutes 600

@@ -1,9 +1,9 @@
-"""An AutoencoderDC with the proportions of SANA's, x32 and 32 channels, trained with posters in all their sizes.
+"""Trains the AutoencoderDC of the model, with SANA's x32 and 32 channels, on posters of all sizes.
 
-`python -m demo.autoencoder FOLDER --minutes 60` trains on from where FOLDER was left, and stops when the time
-is spent; it begins with the autoencoder of demo/sana-posters, where that is. With `--decoder` only the decoder learns,
-so that latents, and what learnt to generate them, stay what they are. FOLDER holds state.pt, log.jsonl with what is
-measured every now and then, and vae/, the averaged weights.
+`python -m demo.autoencoder FOLDER --minutes 60` trains for an hour and saves its state into FOLDER. The next run
+resumes from there. The first run starts from the autoencoder in demo/sana-posters, if it exists. With `--decoder`, only
+the decoder is trained, so that the latents do not change, and the transformer need not be trained again. FOLDER
+contains state.pt, log.jsonl with losses and measurements, and vae/ with the averaged weights.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from .world import SIZES, STYLES, training_scenes
 
 START = Path(__file__).parent / "sana-posters" / "vae"
 CHANNELS = (16, 16, 32, 128, 128, 256)
-# The encoder does nothing at the size of the picture itself, as DC-AE's first. The decoder does: without a block there
-# its last upsampling is linear, and edges are 63 % as steep as a painting's.
+# Like DC-AE, the encoder has no block at the full resolution. The decoder has one. Without it, the last upsampling is
+# linear, and edges are only 63 % as steep as in the paintings.
 ENCODER_LAYERS = (0, 1, 1, 1, 1, 1)
 DECODER_LAYERS = (1,) * 6
 BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 MULTISCALES = ((), (), (), (5,), (5,), (5,))
-# one step in four sees whole posters, since the attention's sums run over all positions; the others as many pixels
+# One step in WHOLE_EVERY trains on a complete poster, because the attention sums over all positions. The others train
+# on crops with about as many pixels.
 CROP, CROPS, WHOLE_EVERY = 256, 4, 4
 # Highest change in a step, as a share of a weight matrix' entries (root mean square), and of vectors at once.
 CHANGE, VECTOR_RATE = 0.01, 0.003
-# the rate falls with the root of the steps after so many, and to nothing over this share of the time
+# Steps of the warm-up, steps after which the rate falls with the square root of the step, and the share of the time at
+# the end in which it falls to 0.
 WARM, STEADY, COOLING = 100, 3000, 0.25
-# the average covers about a tenth of the steps (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of
+# The average covers about a tenth of the steps (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of
 # Diffusion Models", section 3.1)
 EMA_POWER = 6.94
 SQUARED, EDGES = 20.0, 1.0
@@ -75,47 +77,48 @@ def to_pixels(images: np.ndarray) -> torch.Tensor:
 
 
 def batch(step: int) -> torch.Tensor:
-    """Return what step `step` sees, [B, 3, H, W] in [-1, 1]."""
+    """Return the images of step `step`, [B, 3, H, W] in [-1, 1]."""
     rng = random.Random(f"autoencoder {step}")
     scenes = training_scenes(rng)
     if step % WHOLE_EVERY == 0:
         return to_pixels(paint(next(scenes), *rng.choice(SIZES))[None])
-    cut = []
+    crops = []
     for scene in islice(scenes, CROPS):
-        picture = paint(scene, *rng.choice(SIZES))
-        corners = [[rng.randint(0, side - CROP) for side in picture.shape[:2]] for _ in range(2)]
-        cut.append(max((picture[y : y + CROP, x : x + CROP] for y, x in corners), key=detail))
-    return to_pixels(np.stack(cut))
+        image = paint(scene, *rng.choice(SIZES))
+        corners = [[rng.randint(0, side - CROP) for side in image.shape[:2]] for _ in range(2)]
+        # Of two crops, use the one with more detail, because skies are learned quickly.
+        crops.append(max((image[y : y + CROP, x : x + CROP] for y, x in corners), key=detail))
+    return to_pixels(np.stack(crops))
 
 
 def detail(window: np.ndarray) -> float:
-    """Return how much is to be seen in `window`: of two the fuller one is learnt, for skies are soon known."""
+    """Return the mean difference between horizontal neighbours."""
     return float(np.abs(np.diff(window.astype(np.int16), axis=1)).mean())
 
 
 def reconstruction_loss(shown: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-    """Absolute and squared error of pixels, and the absolute one of the differences between neighbours: edges."""
+    """Return the absolute and squared error of the pixels, plus the absolute error of the differences of neighbours."""
     error = shown - pixels
     loss = error.abs().mean() + SQUARED * error.square().mean()
     return loss + EDGES * (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean())
 
 
 class Norms:
-    """Keeps weight matrices at the norms that they began with, and learns at shares of them (Karras et al., 2024,
-    section 2.3).
+    """Keeps weight matrices at their initial norms, with proportional rates (Karras et al., 2024, section 2.3).
 
-    The decoder's last norm makes its output free of the scale of all maps before it; left alone they grow from stage to
-    stage, beyond float16 and until the blocks, whose own norms bound what they add, add nothing.
+    Because of the decoder's last norm, the scale of the maps before it does not change the output. Without fixed norms,
+    these maps grow from stage to stage beyond the range of float16. The blocks, whose outputs are normalised, would
+    then add nothing noticeable.
     """
 
     def __init__(self, model: AutoencoderDC) -> None:
-        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.matrices = [parameter for parameter in learnt if parameter.ndim > 1]
-        self.vectors = [parameter for parameter in learnt if parameter.ndim == 1]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.matrices = [parameter for parameter in trained if parameter.ndim > 1]
+        self.vectors = [parameter for parameter in trained if parameter.ndim == 1]
         self.norms = [matrix.detach().norm() for matrix in self.matrices]
 
     def groups(self) -> list[dict]:
-        """Return the groups of an optimizer whose rates are shares of those norms."""
+        """Return parameter groups for an optimizer. The rate of a matrix is proportional to its norm."""
         pairs = zip(self.matrices, self.norms, strict=True)
         groups = [{"params": [m], "lr": CHANGE * norm.item() / m.numel() ** 0.5} for m, norm in pairs]
         return [*groups, {"params": self.vectors, "lr": VECTOR_RATE}]
@@ -128,10 +131,10 @@ class Norms:
 
 @torch.no_grad()
 def measure(model: AutoencoderDC) -> dict[str, float]:
-    """Return what `model` gives back of posters that training does not show.
+    """Measure the reconstruction of posters that training does not show.
 
-    For each style: decibels, and `edges`, the steepness of the reconstruction as a share of the painting's where that
-    has edges. `largest`: the largest number in any map, which float16 holds up to 65504.
+    For each style: the PSNR in decibels, and `edges`, the steepness of the reconstruction's edges relative to the
+    painting's. `largest`: the largest value in any map. The limit of float16 is 65504.
     """
     largest = [0.0]
     hooks = [
@@ -147,9 +150,9 @@ def measure(model: AutoencoderDC) -> dict[str, float]:
             pixels = to_pixels(paint(scene, *SIZES[index % len(SIZES)])[None])
             shown = model.decode(model.encode(pixels).latent).sample.clamp(-1, 1)
             squared.append((shown - pixels).square().mean().item())
-            wanted, got = steepness(pixels), steepness(shown)
-            edge = wanted > 0.1
-            steep.append((got[edge].sum() / wanted[edge].sum()).item())
+            painted_edges, got = steepness(pixels), steepness(shown)
+            edge = painted_edges > 0.1
+            steep.append((got[edge].sum() / painted_edges[edge].sum()).item())
         result[style] = round(-10 * float(np.log10(np.mean(squared) / 4)), 2)
         result[f"{style} edges"] = round(float(np.mean(steep)), 3)
     for hook in hooks:
@@ -163,8 +166,8 @@ def steepness(pixels: torch.Tensor) -> torch.Tensor:
     return torch.hypot(grey.diff(dim=-1)[:, :-1], grey.diff(dim=-2)[:, :, :-1])
 
 
-def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = False) -> None:
-    """Train on from where `folder` was left, until none of the time is: `left` gives its share after so many steps."""
+def train(folder: Path, time_left: Callable[[int], float], decoder_alone: bool = False) -> None:
+    """Train, and resume from the state in `folder`. Stops when `time_left(step)`, a share of the time, is 0."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     model = AutoencoderDC.from_pretrained(START, torch_dtype=torch.float32) if START.is_dir() else build()
@@ -184,7 +187,7 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
 
     def rate(index: int) -> float:
         step = first + index
-        return min((step + 1) / WARM, 1.0, (STEADY / (step + 1)) ** 0.5) * min(1.0, left(step) / COOLING)
+        return min((step + 1) / WARM, 1.0, (STEADY / (step + 1)) ** 0.5) * min(1.0, time_left(step) / COOLING)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
@@ -201,7 +204,7 @@ def train(folder: Path, left: Callable[[int], float], decoder_alone: bool = Fals
         part.replace(folder / "state.pt")
 
     step, saved, losses = first, time.monotonic(), []
-    while left(step) > 0:
+    while time_left(step) > 0:
         if step % MEASURE_EVERY == 0:
             note({"step": step, **measure(averaged)})
         pixels = batch(step).to(memory_format=torch.channels_last)
@@ -233,15 +236,16 @@ def main() -> None:
     parser.add_argument("--decoder", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.set_flush_denormal(True)  # late in training so many gradients are denormal that a step takes a third longer
+    # Late in training, many gradients are denormal, which makes a step a third slower.
+    torch.set_flush_denormal(True)
     until, stopped = time.monotonic() + 60 * arguments.minutes, threading.Event()
-    # a kill ends it as the clock does: after the step, with everything saved
+    # SIGTERM ends the training after the current step, and the state is saved.
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
 
-    def left(_: int) -> float:
+    def time_left(_: int) -> float:
         return 0.0 if stopped.is_set() else (until - time.monotonic()) / (60 * arguments.minutes)
 
-    train(arguments.folder, left, arguments.decoder)
+    train(arguments.folder, time_left, arguments.decoder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Antialiased shapes in fractions of the picture's height: filled, inked and filled, or with a wavering hand."""
+"""Antialiased shapes in fractions of the image's height: filled, with or without outlines, or with a shaky hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
-# a soft ink: black lines would be most of what an autoencoder of this size gets wrong
+# The ink is soft, because black lines would be most of the error of an autoencoder of this size.
 INK, PAPER = (70, 70, 88), (250, 248, 242)
-# of the light that sky and land absorb, so much is left in a line drawing
+# In a line drawing, the exponent of the light that sky and land reflect.
 WASHED = 0.36
-# fractions of the picture's shorter side
+# Width of outlines, as a fraction of the image's shorter side.
 OUTLINE = 1 / 104
 Colour = tuple[float, ...]
 Points = Sequence[tuple[float, float]] | np.ndarray
@@ -52,7 +52,7 @@ def circle(x: float, y: float, rx: float, ry: float, start: float = 0.0, end: fl
 
 
 class Hand:
-    """Moves points by a smooth field: `amount` at most, over about `reach`, both in fractions of the height."""
+    """Moves points by up to `amount`, by a smooth random field that varies over a length of about `reach`."""
 
     def __init__(self, rng: np.random.Generator, amount: float, reach: float) -> None:
         angle, turn = rng.uniform(0, 2 * math.pi, (2, 6))
@@ -65,7 +65,7 @@ class Hand:
 
 
 def dense(points: np.ndarray, spacing: float) -> np.ndarray:
-    """Return `points` with others between them, no further apart than `spacing`."""
+    """Return `points` with interpolated points, so that the distance is at most `spacing`."""
     lengths = np.hypot(*np.diff(points, axis=0).T)
     pieces = np.maximum(np.ceil(lengths / spacing), 1).astype(int)
     at = np.concatenate([[0], np.cumsum(pieces)])
@@ -74,7 +74,7 @@ def dense(points: np.ndarray, spacing: float) -> np.ndarray:
 
 
 class Canvas:
-    """A picture that is being drawn: y counts downwards from 0 to 1, x rightwards from 0 to `wide`."""
+    """The image that is being drawn. y is from 0 (top) to 1 (bottom), x is from 0 (left) to `wide` (right)."""
 
     def __init__(self, width: int, height: int, inked: bool, hand: Hand | None) -> None:
         self.renderer = RendererAgg(width, height, 72)
@@ -84,7 +84,7 @@ class Canvas:
         self.context.set_joinstyle("round")
         self.context.set_capstyle("round")
         self.context.set_snap(False)
-        # Agg counts upwards, and turns round what it draws
+        # Agg has y upwards and flips the image.
         self.place = Affine2D().scale(height, -height).translate(0, height)
         self.height, self.wide = height, width / height
         self.unit = min(width, height)
@@ -102,9 +102,10 @@ class Canvas:
 
 
 class Brush(NamedTuple):
-    """Draws a thing of height 1 whose foot is at `origin`, `size` as large, y upwards; or the land, at 1 to 1.
+    """Draws shapes in the coordinates of a subject, or of the canvas by default.
 
-    Shapes that are not `coloured` are washed out where the canvas is inked; `shade`s have no outline.
+    A subject has height 1 and its foot at (0, 0), with y upwards. It is drawn at `origin`, enlarged by `size`. In line
+    drawings, shapes that are not `coloured` are washed out. Shades have no outline.
     """
 
     canvas: Canvas
@@ -124,14 +125,14 @@ class Brush(NamedTuple):
         canvas.draw(np.concatenate([placed, placed[:1]]), shown, 1.0, ink, canvas.unit * OUTLINE)
 
     def shade(self, points: Points, colour: Colour, alpha: float) -> None:
-        """Lay a thin colour over what is there; thinner in a line drawing."""
+        """Add a transparent layer of `colour`. In a line drawing it is more transparent."""
         self.canvas.draw(self._placed(points), colour, alpha * (0.6 if self.canvas.inked else 1), None, 0.0)
 
     def box(self, left: float, y0: float, right: float, y1: float, colour: Colour, **how: bool) -> None:
         self.fill([(left, y0), (right, y0), (right, y1), (left, y1)], colour, **how)
 
     def stroke(self, points: Points, colour: Colour, width: float, alpha: float = 1.0, outlined: bool = True) -> None:
-        """Draw a line `width` of the thing's height wide, with round ends."""
+        """Draw a line with round ends. `width` is a fraction of the subject's height."""
         canvas, placed = self.canvas, self._placed(points)
         across, ink = width * self.size * canvas.height, canvas.unit * OUTLINE
         if canvas.inked and outlined:
@@ -140,7 +141,7 @@ class Brush(NamedTuple):
         canvas.draw(placed, None, alpha, colour, across)
 
     def outline(self, points: Points) -> None:
-        """Ink the outline of what is there, in a line drawing."""
+        """Draw an outline, but only in a line drawing."""
         if self.canvas.inked:
             self.canvas.draw(self._placed(points), None, 1.0, INK, self.canvas.unit * OUTLINE)
 

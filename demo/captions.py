@@ -1,4 +1,4 @@
-"""What is said of a scene."""
+"""Captions of scenes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from .world import Combination, Group, Scene
 
-# The first way to say each is that of `prompt`.
+# Phrases for each word. `prompt` uses the first one.
 SAID = {
     "dawn": ("at dawn", "at sunrise", "in the early morning"),
     "noon": ("at noon", "at midday", "in bright daylight"),

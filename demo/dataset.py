@@ -1,4 +1,4 @@
-"""Paintings as a data set of this pack's trainer: pictures, and a metadata.jsonl with what belongs to each."""
+"""Writes paintings as a data set for this pack's trainer: images, and a metadata.jsonl with their captions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-# what is painted, of whichever world
+# The description of an image. Callers have different types.
 Scene = TypeVar("Scene")
 
 
@@ -23,25 +23,27 @@ def write_dataset(
     caption: Callable[[random.Random, Scene], str],
     control: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Paint `scenes` into `folder`, on from those that are there, each with what `control` makes of it; the list is
-    written last."""
-    listed = folder / "metadata.jsonl"
-    if listed.is_file():
+    """Paint `scenes` into `folder`, and resume after an interruption.
+
+    With `control`, each image also gets a control image. metadata.jsonl is written last.
+    """
+    metadata = folder / "metadata.jsonl"
+    if metadata.is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, scene in enumerate(scenes):
-        picture, beside = folder / f"{number:06d}.png", folder / f"{number:06d}-control.png"
-        if not picture.is_file():
+        image_file, control_file = folder / f"{number:06d}.png", folder / f"{number:06d}-control.png"
+        if not image_file.is_file():
             pixels = painted(scene)
             if control is not None:
-                save(control(pixels), beside)
-            save(pixels, picture)
-        rest = {} if control is None else {"control": beside.name}
-        lines.append({"file_name": picture.name, "text": caption(rng, scene), **rest})
-    part = listed.with_suffix(".part")
+                save(control(pixels), control_file)
+            save(pixels, image_file)
+        control_fields = {} if control is None else {"control": control_file.name}
+        lines.append({"file_name": image_file.name, "text": caption(rng, scene), **control_fields})
+    part = metadata.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.replace(listed)
+    part.replace(metadata)
 
 
 def save(pixels: np.ndarray, file: Path) -> None:

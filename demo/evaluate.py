@@ -1,4 +1,4 @@
-"""The score of the model of posters on what training never showed, by the judge, and contact sheets of it.
+"""Scores the model of posters with the judge, on combinations that training never showed, and makes contact sheets.
 
 `python -m demo.evaluate CHECKPOINT REPORT SEEDS` writes both into the folder REPORT.
 """
@@ -24,14 +24,14 @@ from .painting import paint
 from .world import SIZES, Scene, combinations, combinations_of, scene_of
 
 GUIDANCE, STEPS, SEEDS = 4.5, 20, 4
-# on how many of the held-out combinations the sizes besides the native one are tried
+# Held-out combinations that are tried in the other sizes.
 TRIED = 64
 
 
 def held_out_scenes(seed: int) -> list[Scene]:
-    """Return a scene of each held-out combination, with one, two and three subjects in turns."""
+    """Return a scene of each held-out combination, with one, two and three subjects in turn."""
     rng = random.Random(f"held out {seed}")
-    return [scene_of(rng, each, (1 + index % 3,)) for index, each in enumerate(combinations()[1])]
+    return [scene_of(rng, combination, (1 + index % 3,)) for index, combination in enumerate(combinations()[1])]
 
 
 def prompt_of(scene: Scene) -> str:
@@ -42,9 +42,9 @@ def prompt_of(scene: Scene) -> str:
 def draw(
     checkpoint: Path, prompts: list[str], seed: int = 0, size: tuple[int, int] = SIZES[0], **options
 ) -> np.ndarray:
-    """Draw the prompts, each from noise of its own, uint8 [N, H, W, 3]: prompt k has seed + k."""
+    """Generate an image of each prompt, uint8 [N, H, W, 3]. Prompt k has seed + k."""
     width, height = size
-    # `generate` gives the same noise to each prompt, with which a few hundred images are one sample, not so many
+    # `generate` uses the same noise for every prompt, so its images would not be independent samples.
     noise = next(noise_stream(torch.empty(latent_shape(width, height, len(prompts))), seed))
     images = sana_core.generate(prompts, checkpoint, latents=noise, steps=STEPS, width=width, height=height, **options)
     return np.stack([levels(image) for image in images])
@@ -57,20 +57,22 @@ def contact_sheet(pictures: np.ndarray, columns: int = 8, side: int = 128) -> Im
 
 
 def mean_score(scores: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(float(np.mean([each[name] for each in scores])), 4) for name in scores[0]}
+    return {name: round(float(np.mean([values[name] for values in scores])), 4) for name in scores[0]}
 
 
 def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:
-    """Score `checkpoint` on the held-out combinations with several seeds, in the other sizes, and on the empty prompt;
-    write score.json and the contact sheets; return the score."""
+    """Score `checkpoint` on the held-out combinations with several seeds, in the other sizes, and on the empty prompt.
+
+    Writes score.json and the contact sheets, and returns the scores.
+    """
     report.mkdir(parents=True, exist_ok=True)
     scenes, judge = held_out_scenes(0), load()
     prompts = [prompt_of(scene) for scene in scenes]
-    scores, found = [], []
+    scores, seed_features = [], []
     for seed in range(seeds):
         pictures = draw(checkpoint, prompts, 1000 * seed, guidance=GUIDANCE)
         scores.append(score(judge, pictures, scenes))
-        found.append(features(judge, pictures))
+        seed_features.append(features(judge, pictures))
         if seed == 0:
             contact_sheet(pictures[:64], side=256).save(report / "held_out.jpg", quality=88)
     result = {"prompts": len(prompts), "guidance": GUIDANCE, "steps": STEPS}
@@ -82,18 +84,24 @@ def evaluate(checkpoint: Path, report: Path, seeds: int = SEEDS) -> dict:
         pictures = draw(checkpoint, prompts[:TRIED], size=(width, height), guidance=GUIDANCE)
         result[f"{width}x{height}"] = score(judge, pictures, scenes[:TRIED])
         contact_sheet(pictures[:16], columns=4, side=256).save(report / f"{width}x{height}.jpg", quality=88)
-    result["distance"] = distances(judge, np.concatenate(found), seeds)
+    result["distance"] = distances(judge, np.concatenate(seed_features), seeds)
     (report / "score.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
 def distances(judge: Judge, drawn: np.ndarray, seeds: int) -> dict[str, float]:
-    """Return how far features of pictures of the held-out scenes lie from paintings of them, and two sets of these."""
-    one, other = (
+    """Return the distance of images from paintings of the same scenes, and the distance of two sets of paintings.
+
+    The distances are between features. `drawn`: features of the images.
+    """
+    paintings, other_paintings = (
         np.concatenate([features(judge, np.stack([paint(s) for s in held_out_scenes(seed)])) for seed in part])
         for part in (range(seeds), range(seeds, 2 * seeds))
     )
-    return {"pictures": round(distance(one, drawn), 5), "paintings": round(distance(one, other), 5)}
+    return {
+        "pictures": round(distance(paintings, drawn), 5),
+        "paintings": round(distance(paintings, other_paintings), 5),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sky and land of a scene, in the light of its hour."""
+"""Draws sky and land of a scene, in the light of its hour."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hours import HOURS, Hour
 from .world import Scene
 
 HORIZON = 0.6
-# what becomes of a colour in the light of the hour, and in so much haze
+# Returns a colour in the light of the hour and in haze. The amount of haze is the second argument.
 Lit = Callable[..., Colour]
 
 
@@ -23,7 +23,8 @@ def sky(canvas: Canvas, scene: Scene) -> None:
     stops = np.array([hour.top, hour.middle, hour.bottom], float)
     if scene.weather == "rainy":
         stops = 0.45 * stops + 0.55 * stops.mean(1, keepdims=True) * np.array((0.86, 0.9, 0.96))
-    if canvas.inked:  # a thin wash on the paper
+    if canvas.inked:
+        # A thin wash on the paper.
         stops = np.array([washed(stop) for stop in stops])
     rows = np.linspace(0, 1 / HORIZON, canvas.height).clip(0, 1)
     column = np.stack([np.interp(rows, (0, 0.55, 1), stops[:, channel]) for channel in range(3)], 1)
@@ -31,7 +32,7 @@ def sky(canvas: Canvas, scene: Scene) -> None:
 
 
 def heavens(brush: Brush, scene: Scene, rng: random.Random) -> float:
-    """Draw sun, or moon and stars, and clouds; return where across the light comes from."""
+    """Draw the sun, or moon and stars. Returns the x from which the light comes."""
     hour, wide = HOURS[scene.time], brush.canvas.wide
     x = wide * rng.choice((rng.uniform(0.14, 0.36), rng.uniform(0.64, 0.86)))
     low, high = {"dawn": (0.4, 0.46), "noon": (0.14, 0.2), "dusk": (0.46, 0.52), "night": (0.14, 0.22)}[scene.time]
@@ -86,7 +87,7 @@ def one_cloud(brush: Brush, x: float, y: float, size: float, colour: Colour) -> 
 
 
 def ridge(rng: random.Random, wide: float, base: float, height: float, waves: float) -> np.ndarray:
-    """Return the outline of hills or dunes, down to the picture's lower corners."""
+    """Return the outline of hills or dunes, down to the image's lower corners."""
     a, b, c = (rng.uniform(0, 2 * math.pi) for _ in range(3))
     x = np.linspace(-0.05, wide + 0.05, 48)
     turns = 2 * math.pi * waves * x
@@ -135,7 +136,8 @@ def hills(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, sc
     )
     for number, (base, height, waves, colour, haze) in enumerate(layers):
         brush.fill(ridge(rng, wide, base, height, waves), lit(colour, haze), coloured=False)
-        if number == 2:  # a path that comes nearer
+        if number == 2:
+            # A path towards the viewer.
             x, turn = wide * rng.uniform(0.2, 0.8), rng.choice((-1, 1))
             left = [(x, 0.775), (x + 0.05 * turn, 0.815), (x - 0.04 * turn, 0.87), (x - 0.1, 1.02)]
             right = [
@@ -160,7 +162,8 @@ def desert(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, s
     for number, (base, height, waves, colour, haze) in enumerate(layers):
         dune = ridge(rng, wide, base, height, waves)
         brush.fill(dune, lit(colour, haze), coloured=False)
-        if number < 2:  # the side of the dune that lies in the shade
+        if number < 2:
+            # The shaded side of the dune.
             crest = dune[1 + np.argmin(dune[1:-1, 1])]
             away = 1 if crest[0] > sun else -1
             side = [
@@ -202,7 +205,7 @@ def snow(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, sce
 
 
 def forest(brush: Brush, rng: random.Random, colour: Colour) -> None:
-    """Draw the tops of firs that stand close together in the distance."""
+    """Draw the tops of distant firs, close together."""
     points, x, wide = [(-0.1, 0.75)], -0.06, brush.canvas.wide
     while x < wide + 0.1:
         step = rng.uniform(0.06, 0.1)
@@ -225,7 +228,8 @@ def street(brush: Brush, rng: random.Random, lit: Lit, hour: Hour, sun: float, s
             for column in range(2):
                 left, y = x + width * (0.2 + 0.4 * column), top + 0.05 + 0.1 * row
                 pane = between(wall, hour.lamp if evening else lit((150, 176, 196)), 0.75)
-                if scene.time == "night" and rng.random() < 0.4:  # nobody is at home
+                if scene.time == "night" and rng.random() < 0.4:
+                    # A dark window.
                     pane = between(wall, hour.shadow, 0.25)
                 brush.box(left, y, left + 0.2 * width, y + 0.055, pane, coloured=evening, outlined=False)
         x, number = x + width, number + 1

@@ -1,4 +1,4 @@
-"""Where the subjects of a scene stand: as large as they can be without touching each other."""
+"""Positions the subjects of a scene, as large as possible without touching each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .world import SIDES, Scene
 
 MARGIN, GAP = 0.045, 0.015
-# Of a thing of height 1, the boxes that it fills: left, bottom, right, top.
+# The boxes that a subject of height 1 fills: left, bottom, right, top.
 BOXES: dict[str, tuple[tuple[float, float, float, float], ...]] = {
     "house": ((-0.52, 0, 0.52, 1),),
     "lighthouse": ((-0.2, 0, 0.2, 1),),
@@ -16,11 +16,11 @@ BOXES: dict[str, tuple[tuple[float, float, float, float], ...]] = {
     "tree": ((-0.12, 0, 0.12, 0.35), (-0.42, 0.35, 0.42, 1)),
     "balloon": ((-0.34, 0.3, 0.34, 1), (-0.12, 0, 0.12, 0.3)),
     "car": ((-0.95, 0, 0.95, 1),),
-    # its foot is behind the land, and its slopes may be behind other things
+    # Its foot is behind the land, and its slopes may be behind other subjects.
     "mountain": ((-0.36, 0.5, 0.36, 1),),
     "windmill": ((-0.3, 0, 0.3, 0.55), (-0.45, 0.4, 0.45, 1)),
 }
-# height of one alone and near, as a share of the picture's height
+# Height of a single subject that is near, as a share of the image's height.
 HEIGHTS = {
     "house": 0.46,
     "lighthouse": 0.64,
@@ -31,11 +31,12 @@ HEIGHTS = {
     "mountain": 0.54,
     "windmill": 0.56,
 }
-# in some ranks some things never fit: mountains are all equally deep
+# SMALLEST ends the search, because some subjects do not fit into some ranks at any size: the depth of mountains is
+# fixed.
 FAR, SHRINK, SMALLEST = 0.78, 0.94, 0.25
 SHARES = {1: 1.0, 2: 0.86, 3: 0.76}
 ACROSS = {"left": 0.26, "middle": 0.5, "right": 0.74}
-# by number of subjects: where across, and how deep in the picture (0 is near, 1 is far)
+# {number of subjects: ranks}. A rank has the horizontal positions and the depths (0 is near, 1 is far).
 RANKS = {
     1: (((0.5,), (0.0,)),),
     2: (((0.27, 0.73), (0.1, 0.35)), ((0.27, 0.73), (0.4, 0.05)), ((0.3, 0.7), (1.0, 0.0)), ((0.3, 0.7), (0.0, 1.0))),
@@ -50,7 +51,7 @@ RANKS = {
 
 
 class Placed(NamedTuple):
-    """A subject with its foot at (x, y) in fractions of the picture's height, so high."""
+    """A subject with its foot at (x, y). Lengths are fractions of the image's height."""
 
     kind: str
     colour: str
@@ -63,10 +64,10 @@ class Placed(NamedTuple):
 Box = tuple[float, float, float, float]
 
 
-def boxes_of(what: Placed) -> list[Box]:
-    """Return what `what` fills, y downwards: left, top, right, bottom."""
-    x, y, size = what.x, what.y, what.height
-    return [(x + a * size, y - d * size, x + c * size, y - b * size) for a, b, c, d in BOXES[what.kind]]
+def boxes_of(subject: Placed) -> list[Box]:
+    """Return the boxes that `subject` fills: left, top, right, bottom, with y downwards."""
+    x, y, size = subject.x, subject.y, subject.height
+    return [(x + a * size, y - d * size, x + c * size, y - b * size) for a, b, c, d in BOXES[subject.kind]]
 
 
 def apart(one: Placed, other: Placed) -> bool:
@@ -78,14 +79,18 @@ def apart(one: Placed, other: Placed) -> bool:
 
 
 def foot(kind: str, place: str, depth: float) -> float:
-    """Return how far down the picture the foot of a thing is at `depth`."""
-    if kind == "mountain":  # behind the land, or behind the roofs
+    """Return the y of a subject's foot at `depth`."""
+    if kind == "mountain":
+        # Behind the land, or behind the roofs.
         return {"sea": 0.6, "street": 0.52}.get(place, 0.63)
     return (0.56 - 0.1 * depth) if kind == "balloon" else 0.92 - 0.19 * depth
 
 
 def placed(scene: Scene, across: list[float], depths: list[float], share: float, wide: float) -> list[Placed]:
-    """Return the subjects of `scene`, from left to right as `across` says, `share` as high as one alone."""
+    """Return the subjects of `scene` from left to right, at the positions `across` and `depths`.
+
+    Their height is `share` of a single subject's height.
+    """
     groups = sorted(scene.groups, key=lambda group: SIDES.index(group.side or "middle"))
     kinds = [(group.kind, group.colour) for group in groups for _ in range(group.count)]
     things = []
@@ -105,7 +110,7 @@ def fits(things: list[Placed], wide: float) -> bool:
 
 
 def lay_out(scene: Scene, wide: float, rng: random.Random) -> list[Placed]:
-    """Return the subjects of `scene`, the furthest first, for a picture `wide` times as wide as high."""
+    """Return the subjects of `scene`, the furthest first, for an image `wide` times as wide as high."""
     count, alone = sum(group.count for group in scene.groups), scene.groups[0]
     sided = any(group.side for group in scene.groups)
     ranks = [rank for rank in RANKS[count] if not sided or list(rank[0]) == sorted(rank[0])]
@@ -120,7 +125,7 @@ def lay_out(scene: Scene, wide: float, rng: random.Random) -> list[Placed]:
         share = SHARES[count] * (FAR if alone.distance == "far" else rng.uniform(0.92, 1.0))
         while not fits(things := placed(scene, at, deep, share, wide), wide) and share > SMALLEST:
             share *= SHRINK
-        # another rank only where things can be clearly larger
+        # Another rank is only used if the subjects can be clearly larger.
         if share > largest:
             best, largest = things, 1.05 * share
-    return sorted(best, key=lambda what: (what.kind != "mountain", -what.depth))
+    return sorted(best, key=lambda subject: (subject.kind != "mountain", -subject.depth))

@@ -1,4 +1,4 @@
-"""Drawing the scenes: sky, land and subjects, then what water does to paint."""
+"""Paints the scenes: sky, land and subjects, and then the effects of watercolour."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from .layout import Placed, lay_out
 from .subjects import SUBJECTS, Lit
 from .world import ALL_COLOURS, SIZES, Scene
 
-# by style: how far the hand strays, and over what length, in fractions of the height
+# {style: (largest deviation of the hand, length over which it varies)}, in fractions of the height.
 HANDS = {"line drawing": (0.0035, 0.16), "watercolour": (0.0075, 0.13)}
 
-# of the paint of a flat drawing, so much is in a watercolour
+# Density of the paint in a watercolour, relative to a flat drawing.
 THIN = 0.8
-# by level, the logarithm of the light that is left
+# For each level of 255, the logarithm of the reflected light.
 ABSORBED = np.log(np.maximum(np.arange(256), 8) / 255).astype(np.float32)
 
 
-def subject(brush: Brush, scene: Scene, what: Placed, across: int) -> None:
+def draw_subject(brush: Brush, scene: Scene, subject: Placed, across: int) -> None:
+    """Draw a subject with its shadow or reflection. `across`: 1 if the light comes from the left, else -1."""
     hour = HOURS[scene.time]
 
     def lit(colour: Colour) -> Colour:
         return times(colour, hour.subject)
 
-    x, y, size = what.x, what.y, what.height
-    if what.kind == "boat":
-        lens(brush, x, y + 0.005, 0.5 * size, 0.07 * size, lit(ALL_COLOURS[what.colour]), 0.45)
-    elif what.kind not in ("balloon", "mountain"):
-        half = {"house": 0.56, "lighthouse": 0.26, "tree": 0.36, "car": 0.95, "windmill": 0.36}[what.kind] * size
+    x, y, size = subject.x, subject.y, subject.height
+    if subject.kind == "boat":
+        lens(brush, x, y + 0.005, 0.5 * size, 0.07 * size, lit(ALL_COLOURS[subject.colour]), 0.45)
+    elif subject.kind not in ("balloon", "mountain"):
+        half = {"house": 0.56, "lighthouse": 0.26, "tree": 0.36, "car": 0.95, "windmill": 0.36}[subject.kind] * size
         if scene.place == "sea":
             island(brush, x, y, half + 0.05, lit)
-        # away from the light, and below what casts it
+        # Away from the light, and below the subject.
         shadow = circle(x + 0.35 * half * across, y - 0.004, 1.08 * half, 0.03 + 0.02 * half)
         brush.shade(shadow, hour.shadow, 0.3)
-    SUBJECTS[what.kind](brush.at(x, y, size, across), lit(ALL_COLOURS[what.colour]), lit, hour.lamp)
+    SUBJECTS[subject.kind](brush.at(x, y, size, across), lit(ALL_COLOURS[subject.colour]), lit, hour.lamp)
 
 
 def island(brush: Brush, x: float, y: float, half: float, lit: Lit) -> None:
@@ -52,25 +53,25 @@ def island(brush: Brush, x: float, y: float, half: float, lit: Lit) -> None:
 
 
 def smooth_noise(rng: np.random.Generator, width: int, height: int, cell: float) -> np.ndarray:
-    """Noise in about [-1, 1] that changes over `cell` pixels, [height, width]."""
+    """Return noise [height, width] in about [-1, 1], which varies over a length of `cell` pixels."""
     shape = (round(height / cell) + 2, round(width / cell) + 2)
     coarse = Image.fromarray(rng.uniform(-1, 1, shape).astype(np.float32))
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def wash(drawn: np.ndarray, seed: int) -> np.ndarray:
-    """Return a drawing as thin paint on paper: dark rims where washes dried, pools, grain, and a margin left bare."""
+    """Turn a drawing into a watercolour with dark rims, pools of pigment and a bare margin."""
     rng, (height, width) = np.random.default_rng(seed), drawn.shape[:2]
     unit = min(width, height)
     grey = Image.fromarray(drawn).convert("L")
     soft = grey.filter(ImageFilter.GaussianBlur(unit / 80))
-    # what is darker than its neighbourhood has a rim
+    # Areas that are darker than their neighbourhood get a rim.
     rim = np.clip(np.asarray(soft, np.float32) - np.asarray(grey, np.float32), 0, 60) / 255
     pools = 0.6 * smooth_noise(rng, width, height, unit / 5) + 0.4 * smooth_noise(rng, width, height, unit / 14)
-    # light absorbed, as a share of what full paint takes: pigment gathers at rims and in pools
+    # Density of the paint. Pigment gathers at rims and in pools.
     density = THIN * (1 + 1.5 * rim + 0.3 * pools)
     rows, columns = (np.minimum(np.arange(side), np.arange(side)[::-1]) for side in (height, width))
-    # how far inside the painted part, whose edge strays
+    # Distance from the edge of the painted area. The edge is irregular.
     inside = np.minimum(rows[:, None], columns) / unit - 0.045 - 0.014 * smooth_noise(rng, width, height, unit / 9)
     density *= np.clip(inside * unit / 3, 0, 1) * (1 + 0.35 * np.exp(np.minimum(-inside / 0.008, 0)))
     shown = np.exp(ABSORBED[drawn] * density[..., None].astype(np.float32)) * np.array(PAPER, np.float32)
@@ -78,12 +79,12 @@ def wash(drawn: np.ndarray, seed: int) -> np.ndarray:
 
 
 def paint(scene: Scene, width: int = SIZES[0][0], height: int = SIZES[0][1]) -> np.ndarray:
-    """Return the picture of `scene`, uint8 [height, width, 3]."""
+    """Paint `scene`, uint8 [height, width, 3]."""
     return paint_placed(scene, width, height)[0]
 
 
 def paint_placed(scene: Scene, width: int, height: int) -> tuple[np.ndarray, list[Placed]]:
-    """Return the picture of `scene` and where its subjects stand."""
+    """Paint `scene`. Returns the image, and the subjects with their positions."""
     rng = random.Random(scene.seed)
     hand = Hand(np.random.default_rng(scene.seed), *HANDS[scene.style]) if scene.style in HANDS else None
     canvas = Canvas(width, height, scene.style == "line drawing", hand)
@@ -92,15 +93,15 @@ def paint_placed(scene: Scene, width: int, height: int) -> tuple[np.ndarray, lis
     sun = heavens(brush, scene, rng)
     clouds(brush, scene, rng)
     things = lay_out(scene, canvas.wide, rng)
-    # the light comes from the left in what a subject draws
+    # Subjects are drawn for light from the left, and mirrored for light from the right.
     across = 1 if sun < canvas.wide / 2 else -1
-    for what in things:
-        if what.kind == "mountain":
-            subject(brush, scene, what, across)
+    for subject in things:
+        if subject.kind == "mountain":
+            draw_subject(brush, scene, subject, across)
     place(brush, scene, rng, sun)
-    for what in things:
-        if what.kind != "mountain":
-            subject(brush, scene, what, across)
+    for subject in things:
+        if subject.kind != "mountain":
+            draw_subject(brush, scene, subject, across)
     if scene.weather == "rainy":
         rain(brush, rng)
     drawn = canvas.pixels[..., :3].copy()

@@ -1,7 +1,7 @@
-"""What says how well a picture fits a prompt: a small CLIP, in transformers' own form, that only saw paintings.
+"""Trains a small CLIP that rates how well an image fits a prompt. It is saved in the format of transformers.
 
-`python -m demo.scorer` trains it on paintings and their captions and writes sana-posters-scorer/ beside the
-model that it is for. It ranks the images of a prompt. The judge, which never ranks, measures how much that helps.
+`python -m demo.scorer` trains it on paintings and their captions and writes sana-posters-scorer/. It ranks the images
+of a prompt. The judge does not rank. It measures how much the ranking helps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 FOLDER, CURVE = HERE / "sana-posters-scorer", HERE / "build" / "scorer.jsonl"
 SIDE, PATCH, WIDTH, JOINT, LENGTH = 96, 16, 128, 64, 48
 POOL, STEPS, BATCH, LEARNING_RATE = 4000, 900, 48, 2e-3
-# tokens, in the order of their numbers
+# Special tokens in the order of their ids.
 PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|startoftext|>", "<|endoftext|>"
 
 
@@ -60,36 +60,36 @@ def build(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
 
 
 def changed(rng: random.Random, scene: Scene) -> Scene:
-    """Return `scene` with another time, place, style, or another kind, colour or number of its first subjects."""
-    first, *others = scene.groups
-    taken = {group.kind for group in scene.groups}
-    kinds = [kind for kind in ALL_KINDS if kind not in taken and belongs(kind, scene.place)]
-    places = [place for place in PLACES if all(belongs(kind, place) for kind in taken) and place != scene.place]
-    what = rng.choice(["time", "place", "style", "kind", "colour", "colour", "number", "number"])
-    if what == "place" and places:
+    """Return `scene` with one change: of time, place or style, or of kind, colour or number of its first group."""
+    first, *other_groups = scene.groups
+    scene_kinds = {group.kind for group in scene.groups}
+    kinds = [kind for kind in ALL_KINDS if kind not in scene_kinds and belongs(kind, scene.place)]
+    places = [place for place in PLACES if all(belongs(kind, place) for kind in scene_kinds) and place != scene.place]
+    field = rng.choice(["time", "place", "style", "kind", "colour", "colour", "number", "number"])
+    if field == "place" and places:
         return scene._replace(place=rng.choice(places))
-    if what == "style":
+    if field == "style":
         return scene._replace(style=rng.choice([style for style in STYLES if style != scene.style]))
-    if what == "kind":
-        return scene._replace(groups=(first._replace(kind=rng.choice(kinds)), *others))
-    if what == "colour":
+    if field == "kind":
+        return scene._replace(groups=(first._replace(kind=rng.choice(kinds)), *other_groups))
+    if field == "colour":
         other = rng.choice([colour for colour in ALL_COLOURS if colour != first.colour])
-        return scene._replace(groups=(first._replace(colour=other), *others))
-    if what == "number":
+        return scene._replace(groups=(first._replace(colour=other), *other_groups))
+    if field == "number":
         other = rng.choice([count for count in (1, *NUMBERS) if count != first.count])
-        return scene._replace(groups=(first._replace(count=other), *others))
+        return scene._replace(groups=(first._replace(count=other), *other_groups))
     return scene._replace(time=rng.choice([time for time in TIMES if time != scene.time]))
 
 
 def captions(rng: random.Random, scenes: list[Scene]) -> list[str]:
-    """Return a caption of each scene, then of each one in which one thing is another, in the same words otherwise."""
+    """Return a right caption of each scene, then a wrong caption of each scene, which differs in one fact."""
     seeds = [rng.random() for _ in scenes]
     wrong = [changed(rng, scene) for scene in scenes]
     return [random_caption(random.Random(s), scene) for s, scene in zip(2 * seeds, [*scenes, *wrong], strict=True)]
 
 
 def contrastive_loss(model: CLIPModel, pixels: torch.Tensor, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """CLIP's loss, with the wrong captions behind the right ones as further negatives of the pictures."""
+    """Return CLIP's loss. The wrong captions, which follow the right ones, are additional negatives of the images."""
     out = model(pixel_values=pixels, **tokens)
     right, count = torch.arange(len(pixels)), len(pixels)
     by_text = functional.cross_entropy(out.logits_per_text[:count], right)
@@ -102,7 +102,7 @@ def train() -> None:
     scenes = list(islice(scenes_to_judge(rng), POOL))
     pool = torch.cat([(shrink(paint(scene)[None]) * 255).round().byte() for scene in scenes])
     model, processor = build(tokenizer).train(), CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (processor.image_mean, processor.image_std))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (processor.image_mean, processor.image_std))
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     CURVE.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,8 @@ def train() -> None:
         take_step(model, optimizer, schedule, loss)
         if step % 20 == 0:
             report(step, loss.item())
-    for each in (model.half(), processor, tokenizer):
-        each.save_pretrained(FOLDER)
+    for component in (model.half(), processor, tokenizer):
+        component.save_pretrained(FOLDER)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stands, floats or flies in a scene: of height 1, its foot at (0, 0), the light from the left."""
+"""Draws the subjects of a scene. A subject has height 1 and its foot at (0, 0), and the light comes from the left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from .brush import Brush, Colour, between, circle, curve
 
-# what becomes of a colour in the light of the hour
+# Returns a colour in the light of the hour.
 Lit = Callable[[Colour], Colour]
 DARK = (30, 26, 60)
 
@@ -85,7 +85,7 @@ def tree(b: Brush, colour: Colour, lit: Lit, lamp: Colour) -> None:
     trunk = [(-0.1, 0), (-0.055, 0.1), (-0.05, 0.4), (0.05, 0.4), (0.055, 0.1), (0.1, 0)]
     b.fill(trunk, bark)
     b.shade([(0.005, 0), (0.1, 0), (0.055, 0.1), (0.05, 0.4), (0.005, 0.4)], DARK, 0.3)
-    # the ring of puffs, whose outline shows round the crown, which is one shape
+    # Draw all puffs with outlines first. The smaller puffs without outlines then cover the inner lines.
     for x, y, r in CROWN:
         b.fill(circle(x, y, r, r), colour)
     for x, y, r in CROWN:

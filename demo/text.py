@@ -1,4 +1,4 @@
-"""A small Gemma 2 that continues a caption with what it said: so its states carry every fact of the scene."""
+"""Trains a small Gemma 2 to continue a caption with a description, so that its states contain the scene's facts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ BATCH, LEARNING_RATE = 16, 2e-3
 
 
 class Size(NamedTuple):
-    """Of the language model, and of its training."""
+    """Sizes of the language model."""
 
     hidden: int
     intermediate: int
     layers: int
+    # Training steps.
     steps: int
 
 
@@ -36,26 +37,27 @@ SIZE = Size(hidden=128, intermediate=320, layers=3, steps=3000)
 
 
 def documents(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield (caption, description) of training scenes for ever; the description is in plain words, in changing order.
+    """Yield an endless sequence of (caption, description) of training scenes.
 
-    What a caption leaves out is described too, and nothing can be learnt of it but how often it is so.
+    The description lists all facts in simple words and random order. It also contains facts that the caption omits. Of
+    these the model can only learn the frequencies.
     """
     for scene in training_scenes(rng):
         facts = [f"it is {scene.time}.", f"it is {scene.weather}.", f"the place is {scene.place}."]
         facts += [f"it is a {scene.style}."]
         for group in scene.groups:
-            where = ", ".join(filter(None, (group.colour, group.side, group.distance)))
-            facts.append(f"{counted(group.count, group.kind)}: {where}.")
+            properties = ", ".join(filter(None, (group.colour, group.side, group.distance)))
+            facts.append(f"{counted(group.count, group.kind)}: {properties}.")
         rng.shuffle(facts)
         yield random_caption(rng, scene), "\n" + " ".join(facts)
 
 
 def train_tokenizer() -> GemmaTokenizer:
-    """Byte-pair merges over captions and the instruction, in Gemma's form: bytes for what it never saw."""
+    """Train byte-pair merges on captions and the instruction, in Gemma's format. Unknown characters become bytes."""
     stream = documents(random.Random(3))
     corpus = ["".join(next(stream)) for _ in range(4000)] + [instruction_text(DIFFUSERS)] * 40
     raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    # Gemma turns spaces into U+2581; split in front of each, lest merges run across words
+    # Gemma replaces spaces by U+2581. Split before each of them, so that merges do not cross words.
     raw.normalizer = normalizers.Replace(" ", "\u2581")
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\u2581", behavior="merged_with_next"), pre_tokenizers.Punctuation()]
@@ -91,7 +93,10 @@ def build(tokenizer: GemmaTokenizer, size: Size) -> Gemma2ForCausalLM:
 
 
 def train(report: Callable[[int, float], None], size: Size) -> tuple[GemmaTokenizer, Gemma2Model]:
-    """Train on prompt and description, half of them behind the instruction; return tokenizer and decoder stack."""
+    """Train on captions and descriptions, every second time with the instruction before them.
+
+    Returns the tokenizer and the decoder stack.
+    """
     torch.manual_seed(3)
     tokenizer = train_tokenizer()
     model = build(tokenizer, size)
@@ -107,7 +112,8 @@ def train(report: Callable[[int, float], None], size: Size) -> tuple[GemmaTokeni
         ]
         batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        labels[:, :skip] = -100  # the instruction is always the same
+        # Do not train on the instruction, which is always the same.
+        labels[:, :skip] = -100
         loss = model(**batch, labels=labels).loss
         take_step(model, optimizer, schedule, loss)
         if step % 20 == 0:

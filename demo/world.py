@@ -1,4 +1,4 @@
-"""What a scene may show, and which combinations are never trained on."""
+"""Defines the scenes, and the combinations that training never shows."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ COLOURS = {
     "pink": (244, 146, 188),
     "white": (250, 248, 242),
 }
-# what the model is never shown, for a LoRA to learn; the wide judge knows it
+# Training of the model never shows these, so that a LoRA can learn them. The judge is trained with them.
 NEW_KIND, NEW_COLOUR = "windmill", "turquoise"
 ALL_KINDS, ALL_COLOURS = (*KINDS, NEW_KIND), {**COLOURS, NEW_COLOUR: (52, 196, 186)}
 SIDES = ("left", "middle", "right")
 DISTANCES = ("near", "far")
 WEATHERS = ("clear", "cloudy", "rainy")
 STYLES = ("flat", "watercolour", "line drawing")
-# width, height; the first is the model's own size
+# (width, height). The first is the model's native size.
 SIZES = ((512, 512), (640, 384), (384, 640))
-# of the combinations of time, place, style, subject and colour, one in this many is never shown to the model
+# One combination in this many is never shown to the model.
 HELD_OUT_ONE_IN = 10
-# how many subjects of which kinds a scene has: one, two or three alike, two or three different ones, two and another
+# {number of subjects in each group: weight}. (2, 1) is two subjects of one kind and one subject of another kind.
 Groupings = dict[tuple[int, ...], int]
 GROUPINGS: Groupings = {(1,): 36, (2,): 16, (3,): 16, (1, 1): 20, (1, 1, 1): 4, (2, 1): 8}
-# more of two and three alike, of which numbers are learnt
+# With more groups of two and three, from which the model learns to count.
 COUNTING: Groupings = {(1,): 20, (2,): 26, (3,): 28, (1, 1): 12, (1, 1, 1): 4, (2, 1): 10}
 
 
 class Group(NamedTuple):
-    """One to three subjects of a kind and colour. Only one that is alone of its kind has a side, and only one that is
-    alone in its scene a distance; else they are empty."""
+    """One to three subjects of a kind and colour."""
 
     kind: str
     colour: str
     count: int = 1
+    # Only for a group of one subject.
     side: str = ""
+    # Only for the single subject of a scene.
     distance: str = ""
 
 
 class Scene(NamedTuple):
-    """One picture. `seed` decides what no caption tells: the shape of hills and clouds, where exactly things stand."""
+    """One image. `seed` decides details that captions do not mention: shapes of hills and clouds, exact positions."""
 
     time: str
     place: str
@@ -61,7 +62,7 @@ class Scene(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """What a picture is judged by, beside the number of its subjects."""
+    """The properties of an image that are judged, except the number of subjects."""
 
     time: str
     place: str
@@ -71,17 +72,17 @@ class Combination(NamedTuple):
 
 
 def belongs(kind: str, place: str) -> bool:
-    """Return whether `kind` is found at `place`: boats at sea alone, cars everywhere else, the others everywhere."""
+    """Whether `kind` may be at `place`. Boats are only at sea, cars are never at sea, other kinds are everywhere."""
     return (place == "sea") == (kind == "boat") if kind in ("boat", "car") else True
 
 
 def all_combinations(kinds: Iterable[str], colours: Iterable[str]) -> list[Combination]:
-    every = itertools.product(TIMES, PLACES, STYLES, kinds, colours)
-    return [Combination(*each) for each in every if belongs(each[3], each[1])]
+    values = itertools.product(TIMES, PLACES, STYLES, kinds, colours)
+    return [item for item in map(Combination._make, values) if belongs(item.kind, item.place)]
 
 
 def combinations() -> tuple[list[Combination], list[Combination]]:
-    """Return (train, held out), split for ever."""
+    """Return (train, held out). The split is always the same."""
     every = all_combinations(KINDS, COLOURS)
     random.Random(19).shuffle(every)
     count = len(every) // HELD_OUT_ONE_IN
@@ -95,10 +96,13 @@ def scene_of(
     beside: Iterable[str] = KINDS,
     colours: Iterable[str] = COLOURS,
 ) -> Scene:
-    """Return a scene of `combination` with as many subjects in each group, of which the first is the combination's."""
-    others = [kind for kind in beside if kind != combination.kind and belongs(kind, combination.place)]
-    kinds = [combination.kind, *rng.sample(others, len(counts) - 1)]
-    # colours of different subjects differ, lest nobody could say whose is whose
+    """Return a scene whose first group shows `combination`. `counts`: subjects in each group.
+
+    `beside` and `colours` are the kinds and colours of the other groups.
+    """
+    other_kinds = [kind for kind in beside if kind != combination.kind and belongs(kind, combination.place)]
+    kinds = [combination.kind, *rng.sample(other_kinds, len(counts) - 1)]
+    # The groups have different colours, so that it is clear which colour belongs to which group.
     painted = [colour for colour in colours if colour != combination.colour]
     painted = [combination.colour, *rng.sample(painted, len(counts) - 1)]
     if counts == (1,):
@@ -122,7 +126,7 @@ def combinations_of(scene: Scene) -> list[Combination]:
 
 
 def training_scenes(rng: random.Random, groupings: Groupings = GROUPINGS) -> Iterator[Scene]:
-    """Yield scenes for ever none of which shows a held-out combination, with groups as often as `groupings` says."""
+    """Yield an endless sequence of scenes without held-out combinations. `groupings` has the frequencies of groups."""
     train, held_out = combinations()
     never = set(held_out)
     while True:

@@ -1,4 +1,4 @@
-"""SANA's schedules and samplers for core's SamplerCustomAdvanced."""
+"""The nodes with SANA's schedules and samplers for ComfyUI's SamplerCustomAdvanced."""
 
 from inspect import cleandoc
 

@@ -1,4 +1,4 @@
-"""LATENT to IMAGE."""
+"""The node that decodes latents."""
 
 from inspect import cleandoc
 
@@ -33,8 +33,8 @@ class SanaNodesDecode(io.ComfyNode):
                     options=list(METHODS),
                     default="auto",
                     optional=True,
-                    tooltip="Leave at auto, the fastest without seams. whole decodes all at once, tiles shows tone "
-                    "shifts.",
+                    tooltip="Leave at auto, the fastest without seams. whole decodes the image at once. tiles shows "
+                    "tone shifts.",
                 ),
                 io.Float.Input(
                     "budget_gb",
@@ -44,7 +44,7 @@ class SanaNodesDecode(io.ComfyNode):
                     step=0.1,
                     round=0.001,
                     optional=True,
-                    tooltip="Memory that decoding may use beyond the weights, in GB; 0 is what is free. The image "
+                    tooltip="Memory that decoding may use beyond the weights, in GB. 0: the free memory. The image "
                     "stays the same.",
                 ),
                 io.Combo.Input(
@@ -68,7 +68,7 @@ class SanaNodesDecode(io.ComfyNode):
 
         check_links(samples=samples, vae=vae)
         check_decodable(samples["samples"], vae)
-        # widgets check their values, links do not
+        # ComfyUI checks the values of widgets, but not of links.
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         check_name("devices", devices, DEVICES)
         image, report = decode(vae, samples["samples"], method, budget_gb, devices)

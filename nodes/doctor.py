@@ -1,4 +1,4 @@
-"""This machine and its model files to a report."""
+"""The node that checks this machine and its model files."""
 
 from inspect import cleandoc
 
@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 class SanaNodesDoctor(io.ComfyNode):
     """
     Checks this machine and its SANA files, and writes one block to paste into a bug report: versions, the GPU,
-    arithmetic against known answers, and what each file is. It takes up to two minutes.
+    arithmetic against known results, and the kind of each file. It takes up to two minutes.
     """
 
     @classmethod
@@ -23,7 +23,7 @@ class SanaNodesDoctor(io.ComfyNode):
                 io.Boolean.Input(
                     "files",
                     default=True,
-                    tooltip="Also look at the SANA files in ComfyUI's models folders.",
+                    tooltip="Also check the SANA files in ComfyUI's models folders.",
                 ),
             ],
             outputs=[io.String.Output(display_name="report"), io.String.Output(display_name="json")],
@@ -33,7 +33,7 @@ class SanaNodesDoctor(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, files: bool) -> float:
-        # The report changes when the machine is mended, so the node always runs.
+        # The report changes after a repair, so the node always runs.
         return float("nan")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""MODEL to MODEL: what leads the sampling to the prompt."""
+"""The nodes that change a MODEL's guidance."""
 
 from inspect import cleandoc
 
@@ -10,7 +10,7 @@ from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
 
 class SanaNodesPAG(io.ComfyNode):
     """
-    Makes shapes firmer and details cleaner by perturbed-attention guidance; each step takes half as long again.
+    Makes shapes firmer and details cleaner with perturbed-attention guidance. Each step takes 50 % longer.
 
     It works with SANA Sampler, KSampler and the guiders of one or two prompts. A second SANA PAG replaces the first.
     """
@@ -32,14 +32,14 @@ class SanaNodesPAG(io.ComfyNode):
                     max=LARGEST_GUIDANCE,
                     step=0.1,
                     round=0.01,
-                    tooltip="1 to 3 is usual, 0 is off. When high, lower the guidance a little.",
+                    tooltip="1 to 3 is usual, 0 is off. With a high scale, lower the guidance a little.",
                 ),
                 io.String.Input(
                     "blocks",
                     optional=True,
                     default="",
-                    tooltip="Leave empty for NVIDIA's choice, block 8 of SANA 1.6B. Or the blocks to perturb, like 8 "
-                    "or 7, 8.",
+                    tooltip="The blocks to perturb, such as 8 or 7, 8. Empty: NVIDIA's choice, which is block 8 in "
+                    "SANA 1.6B.",
                 ),
             ],
             outputs=[io.Model.Output()],

@@ -1,4 +1,4 @@
-"""Sizes to LATENT."""
+"""The nodes that set the size of the image."""
 
 from inspect import cleandoc
 
@@ -9,7 +9,7 @@ from ..sana_core.model.known_models import RATIOS, SIZES, image_size, read_size
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 from .host.sampling.latents import empty_latent, image_or_model_size, show_size
 
-# the size of the connected model
+# The choice of the connected model's size.
 AUTO = "auto"
 
 
@@ -18,7 +18,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     Sets the size of the image, as an empty latent.
 
     At width and height 0 the image gets the size that the connected MODEL was trained for. Other numbers are used as
-    they are. A line under the node says if the MODEL was not trained for them.
+    they are. A line under the node warns if the MODEL was not trained for them.
     """
 
     @classmethod
@@ -44,7 +44,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
                 io.Model.Input(
                     "model",
                     optional=True,
-                    tooltip="Gives its size where width and height are 0. Otherwise the node says if the model was not "
+                    tooltip="Its size is used if width and height are 0. Otherwise the node warns if the model was not "
                     "trained for your size.",
                 ),
             ],
@@ -95,7 +95,7 @@ class SanaNodesResolution(io.ComfyNode):
                     default="1:1",
                     tooltip="Width : height. The result is the nearest of the 40 shapes that SANA was trained for.",
                 ),
-                io.Model.Input("model", optional=True, tooltip="Gives its size where size is auto."),
+                io.Model.Input("model", optional=True, tooltip="Its size is used if size is auto."),
             ],
             outputs=[io.Int.Output("width", tooltip="Pixels."), io.Int.Output("height", tooltip="Pixels.")],
         )

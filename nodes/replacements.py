@@ -1,7 +1,7 @@
-"""What takes the place of ComfyUI_ExtraModels' nodes where that pack is absent, so that its workflows open and run.
+"""Replaces the nodes of ComfyUI_ExtraModels if that pack is not installed, so that its workflows open and run.
 
-Their ids and inputs: Sana/nodes.py, Gemma/nodes.py and VAE/nodes.py of city96/ComfyUI_ExtraModels and of its fork
-Efficient-Large-Model/ComfyUI_ExtraModels. Both call Gemma 2 a GEMMA; its replacement is a CLIP at both ends.
+The ids and inputs come from Sana/nodes.py, Gemma/nodes.py and VAE/nodes.py of city96/ComfyUI_ExtraModels and of its
+fork Efficient-Large-Model/ComfyUI_ExtraModels. Their type for Gemma 2 is GEMMA. In the replaced nodes it is CLIP.
 """
 
 from comfy_api.latest import ComfyAPI, io
@@ -10,17 +10,17 @@ SIDES = ["width", "height", "batch_size"]
 
 
 def same(*names: str) -> list[dict]:
-    """Inputs that are called alike in both nodes."""
+    """Map inputs that have the same name in both nodes."""
     return [{"new_id": name, "old_id": name} for name in names]
 
 
 def encode(instruction: bool) -> list[dict]:
-    """SanaTextEncode wrote the instruction before the text, GemmaTextEncode did not."""
-    own = {"new_id": "instruction", "set_value": instruction}
-    return [{"new_id": "clip", "old_id": "GEMMA"}, *same("text"), own]
+    """Map the inputs of a text encoder. SanaTextEncode used the instruction, GemmaTextEncode did not."""
+    fixed = {"new_id": "instruction", "set_value": instruction}
+    return [{"new_id": "clip", "old_id": "GEMMA"}, *same("text"), fixed]
 
 
-# old node: (new node, the old one's widgets in their order, the new one's inputs)
+# {old node: (new node, widgets of the old node in order, inputs of the new node)}
 REPLACEMENTS = {
     "SanaCheckpointLoader": (
         "SanaNodesModelLoader",
@@ -42,7 +42,8 @@ REPLACEMENTS = {
     ),
     "SanaTextEncode": ("SanaNodesTextEncode", ["text"], encode(True)),
     "GemmaTextEncode": ("SanaNodesTextEncode", ["text"], encode(False)),
-    # a note to the model that no released SANA reads: the conditioning goes on as it is
+    # It added a size to the conditioning, which no released SANA reads. The replacement does not change the
+    # conditioning.
     "SanaResolutionCond": (
         "ConditioningSetTimestepRange",
         ["width", "height"],
@@ -54,25 +55,25 @@ REPLACEMENTS = {
     ),
 }
 
-# of the nodes that have more than one, all in the places of the old ones
+# Number of outputs of the nodes with more than one. They have the same order in both nodes.
 OUTPUTS = {"SanaResolutionSelect": 2}
 
 
 async def register() -> None:
-    """Tell ComfyUI, which replaces a node only where its own pack is not installed."""
+    """Register the replacements. ComfyUI replaces a node only if its pack is not installed."""
     from .host.compat.old_prompts import replace_in_prompts
 
     replace_in_prompts({old: (new, inputs) for old, (new, _, inputs) in REPLACEMENTS.items()})
     api = ComfyAPI()
     for old, (new, widgets, inputs) in REPLACEMENTS.items():
-        outputs = [{"old_idx": place, "new_idx": place} for place in range(OUTPUTS.get(old, 1))]
+        outputs = [{"old_idx": index, "new_idx": index} for index in range(OUTPUTS.get(old, 1))]
         await api.node_replacement.register(
             io.NodeReplace(
                 new_node_id=new,
                 old_node_id=old,
                 old_widget_ids=widgets,
                 input_mapping=inputs,
-                # the canvas does not keep the links of others
+                # The canvas drops the links of outputs that are not listed.
                 output_mapping=outputs,
             )
         )

@@ -1,4 +1,4 @@
-"""Text to CONDITIONING."""
+"""The node that encodes a prompt."""
 
 from inspect import cleandoc
 

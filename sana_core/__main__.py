@@ -1,4 +1,4 @@
-"""`python -m sana_core`: what the engine does, one command each."""
+"""The command line, `python -m sana_core`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv`, or the command line, names. Return the exit status; a mistake is one line."""
+    """Run the command in `argv`, by default the command line. Returns the exit status. An error is one line."""
     parser = argparse.ArgumentParser(prog="python -m sana_core", description="NVIDIA's SANA, without a host.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        # python -OO leaves no docstrings
+        # With python -OO there are no docstrings.
         text = cleandoc(command.__doc__ or name)
-        own = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             name,
             help=text.splitlines()[0],
             description=text,
             epilog=command.EXAMPLE,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.configure(own)
+        command.configure(subparser)
     arguments = parser.parse_args(argv)
     for name, value in vars(arguments).items():
-        # argparse of Python 3.11 takes the end of "--seed=--" for the end of the options
+        # In Python 3.11, argparse treats "--" in "--seed=--" as the end of the options and returns an empty list.
         if value == []:
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     try:
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_out_of_memory(error):
             failure, remedy = "memory ran out", "choose smaller images, dtype bfloat16, or devices with more memory"
         elif is_driver_error(error):
-            failure, remedy = "the device has failed", "see the log of its driver, or choose other devices"
+            failure, remedy = "the device has failed", "check the log of its driver, or choose other devices"
         else:
             raise
         sys.stderr.write(f"devices: {failure} ({on_one_line(first_line(error))}); {remedy}\n")
@@ -72,28 +72,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def system_failure(error: OSError) -> str:
-    """Return a line about an error of the operating system that no other code has named."""
+    """Return a line about an error of the operating system that no other code has caught."""
     name = "a file" if error.filename is None else f"{error.filename!s:.240}"
     reason = error.strerror or type(error).__name__
-    return f"{name}: cannot be read or written ({reason}); check its name, its permissions and its disk"
+    return f"{name}: cannot be read or written ({reason}); check its name, permissions and disk"
 
 
 def on_one_line(text: str) -> str:
-    """Return `text`, which may have a file's name in it, with what no screen shows written as in Python."""
+    """Return `text` with unprintable characters escaped as in Python. The name of a file may contain some."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def command_line() -> int:
-    """Run `main` for a shell: no output fails for its characters, and a signal ends it tidily, without a traceback.
+    """Run `main` for a shell. Returns the exit status, which is 128 plus its number for a signal.
 
-    Return the exit status, for a signal 128 and its number.
+    Characters that the shell cannot show are escaped. A signal ends the command without a traceback.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
         elif stream is None:
-            # closed by the shell
+            # The shell has closed it.
             setattr(sys, name, open(devnull, "w"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, end)
     try:
@@ -101,21 +101,21 @@ def command_line() -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        sys.stderr.write("\nstopped; every file that was named is whole\n")
+        sys.stderr.write("\nstopped; all files that were listed are complete\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # whoever read the output has gone, as head does; nor can the rest of it be flushed
+        # The reader of the output has ended, as `head` does. Python must not flush the remaining output at its end.
         dup2(open_descriptor(devnull, O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except OSError as error:
-        # as of a full disk; Python would flush the rest of it again at its end
+        # For example, the disk is full. Python must not flush the remaining output at its end.
         dup2(open_descriptor(devnull, O_WRONLY), sys.stdout.fileno())
-        sys.stderr.write(f"output: it cannot be written ({error.strerror}); see the disk that it goes to\n")
+        sys.stderr.write(f"output: it cannot be written ({error.strerror}); check the disk that it is written to\n")
         return 1
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    """End as Ctrl+C does, so that nothing is left behind."""
+    """End the process with an exception, so that temporary files are removed, as after Ctrl+C."""
     raise SystemExit(128 + number)
 
 

@@ -1,11 +1,10 @@
-"""Every error that a user can meet, by what they can do about it.
+"""All errors that a user can meet, one class for each kind of remedy.
 
-The rule for sana_core and nodes: raise one of these, never a bare ValueError or OSError. The message is one line of
-ASCII words, "field or file: got X, expected Y; remedy", without the remedy where Y says it, and is whole without a
-traceback. Each class is also the built-in kind that it stands for, so `except ValueError` and `except
-FileNotFoundError` keep what they catch. Errors of others pass as they are where their kind has a meaning to the caller:
-out of memory and interruption above all. docs/errors.md has each message; tests/unit/test_errors.py
-holds both to it.
+sana_core and nodes raise these classes instead of a bare ValueError or OSError. The message is one line of ASCII words:
+"field or file: got X, expected Y; remedy". The remedy is left out if Y implies it. The message must be understandable
+without a traceback. Each class also derives from a built-in error, so `except ValueError` and `except
+FileNotFoundError` work. Errors of other libraries are passed on if callers handle their kind, such as out of memory and
+interruption. docs/errors.md contains all messages, and tests/unit/test_errors.py compares it with the code.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SanaError(Exception):
-    """Anything that went wrong for a reason that its message names."""
+    """The base class. The message contains the reason."""
 
     def __init_subclass__(cls) -> None:
         # ComfyUI names the modules of a pack by the path of its folder, and shows an error's class with its module.
@@ -28,43 +27,43 @@ class SanaError(Exception):
 
 
 class InputError(SanaError, ValueError):
-    """A setting, a prompt, or an input that cannot be used."""
+    """A setting, a prompt or an input is not usable."""
 
 
 class CheckpointError(SanaError, ValueError):
-    """A model's file that is broken, unsafe, or of another model."""
+    """A model file is damaged, unsafe, or belongs to another model."""
 
 
 class MissingFileError(SanaError, FileNotFoundError):
-    """A file or folder that is not there."""
+    """A file or folder does not exist."""
 
 
 class ReadError(SanaError, OSError):
-    """A file that is there and cannot be read."""
+    """A file exists, but cannot be read."""
 
 
 class OutputError(SanaError, OSError):
-    """A file that cannot be written."""
+    """A file cannot be written."""
 
 
 class ExistingFileError(OutputError, FileExistsError):
-    """A file that would be overwritten."""
+    """A file would be overwritten."""
 
 
 class InUseError(OutputError, BlockingIOError):
-    """A folder into which another run writes."""
+    """Another run is writing into the folder."""
 
 
 class VersionError(SanaError, RuntimeError):
-    """A host, a library or an interpreter of a version that this package does not work with."""
+    """The version of ComfyUI, of a library or of Python is not supported."""
 
 
 class ClusterError(SanaError, ConnectionError):
-    """A cluster that cannot be reached, or that has lost its GPUs."""
+    """A cluster cannot be reached, or has lost its GPUs."""
 
 
 class TrainingError(SanaError, RuntimeError):
-    """A training run whose loss or gradient is NaN or infinite."""
+    """The loss or the gradient of a training is NaN or infinite."""
 
 
 class FailedImagesError(SanaError, RuntimeError):
@@ -83,11 +82,13 @@ class FailedImagesError(SanaError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error of others and the first line of what it says: torch goes on with advice to
-    developers and traces. Triton begins with the kernel's own lines, and has what it says beside them. The number of a
-    system error is left out."""
-    said = str(getattr(error, "error_message", None) or error).strip()
+    """Return the class and the first line of another library's error.
+
+    The further lines of torch's errors are advice to developers and traces.
+    """
+    # The text of Triton's errors begins with the kernel's code. Their message is in this attribute.
+    text = str(getattr(error, "error_message", None) or error).strip()
     if isinstance(error, OSError) and error.strerror:
         # Without the number that Python writes first.
-        said = error.strerror if error.filename is None else f"{error.strerror}: {error.filename!r}"
-    return f"{type(error).__name__}: {(said.splitlines() or [''])[0]}"
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename!r}"
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"

@@ -251,14 +251,14 @@ def plan_memory(
 
 def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
     """Return the bytes of decoding an image by each method, with weights of `item` bytes."""
-    strips, whole = planner.strips(float("inf")).peak_bytes, None
+    strips, undivided = planner.strips(float("inf")).peak_bytes, None
     with suppress(InputError):
-        whole = planner.whole().peak_bytes
+        undivided = planner.whole().peak_bytes
     return {
         "weights": (decoder.parameters + ENCODER_PARAMETERS) * item,
         "activations": strips,
         "methods": {
-            "whole": whole,
+            "whole": undivided,
             "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
             "strips": strips,
             "smallest": planner.floor().peak_bytes,

@@ -10,7 +10,7 @@ from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from setup import chromium_path
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-# the height of a node's title, which lies above its position
+# Height of a node's title, which is above the node's position.
 TITLE = 30
 # sizes of the nodes as they are drawn, {id: [x, y, width, height]} with the title
 RECTANGLES = """() => {
@@ -116,7 +116,7 @@ def set_setting(page: Page, name: str, value: Any) -> None:
 
 
 def settle(page: Page) -> None:
-    """Wait until the canvas has drawn what has changed."""
+    """Wait until the canvas has drawn all changes."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     page.wait_for_timeout(150)
 
@@ -127,7 +127,7 @@ def count_frames(page: Page) -> int:
 
 
 def queue(page: Page) -> None:
-    """Queue what is on the canvas."""
+    """Queue the workflow on the canvas."""
     page.evaluate("() => { app.nodeOutputs = {}; return app.queuePrompt(0) }")
 
 

@@ -41,8 +41,8 @@ def draw(prompt: str | None) -> None:
 
 def serve() -> None:
     port = free_port(PORT)
-    taken = "" if port == PORT else f"; {PORT} is taken"
-    sys.stdout.write(f"The canvas: http://127.0.0.1:{port}  (Ctrl+C ends it{taken})\n")
+    note = "" if port == PORT else f"; {PORT} is note"
+    sys.stdout.write(f"The canvas: http://127.0.0.1:{port}  (Ctrl+C ends it{note})\n")
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(subprocess.run(server_command(base_directory("serve"), OUTPUT, port)).returncode)

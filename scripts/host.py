@@ -1,4 +1,4 @@
-"""A ComfyUI server with this pack in it, and the few calls of its HTTP API that demo and tests make."""
+"""Starts a ComfyUI server with this pack, and calls its HTTP API for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def base_directory(name: str) -> Path:
     if link.resolve() != ROOT:  # none yet, or the checkout has moved
         link.unlink(missing_ok=True)
         link.symlink_to(ROOT, target_is_directory=True)
-    # which ComfyUI has in its own
+    # The example image of ComfyUI's input folder.
     example = base / "input" / "example.png"
     example.parent.mkdir(exist_ok=True)
     shutil.copy(comfyui_path() / "input" / example.name, example)
@@ -41,12 +41,12 @@ def base_directory(name: str) -> Path:
 
 
 def server_command(base: Path, output: Path, port: int) -> list[str]:
-    """The command line of a server on 127.0.0.1, on the CPU where there is no accelerator."""
+    """Return the command line of a server on 127.0.0.1. It uses the CPU if there is no accelerator."""
     import torch
 
     command = [sys.executable, str(comfyui_path() / "main.py"), "--listen", "127.0.0.1", "--port", str(port)]
     command += ["--base-directory", str(base), "--output-directory", str(output)]
-    # its own place for the database is in ComfyUI's folder, and two servers cannot share one
+    # By default the database is in ComfyUI's folder, and two servers cannot share it.
     command += ["--database-url", "sqlite:///:memory:"]
     command += ["--preview-method", "auto", "--disable-auto-launch", "--disable-api-nodes"]
     if frontend := frontend_path():
@@ -55,23 +55,24 @@ def server_command(base: Path, output: Path, port: int) -> list[str]:
     return command if has_accelerator else [*command, "--cpu"]
 
 
-def free_port(wanted: int = 0) -> int:
-    """Return `wanted` if nobody listens there, else a port that is free."""
+def free_port(preferred: int = 0) -> int:
+    """Return the port `preferred` if it is free, else another free port."""
     with socket.socket() as probe:
-        # as the server does, or a port that was just left would count as taken
+        # The server sets this option too. Without it, a port that was in use a moment ago would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name == "posix")
         try:
-            probe.bind(("127.0.0.1", wanted))
+            probe.bind(("127.0.0.1", preferred))
         except OSError:
             return free_port()
         return probe.getsockname()[1]
 
 
 class Server(NamedTuple):
-    """A running server: its address, its log, where it writes pictures, and its process."""
+    """A running server."""
 
     address: str
     log: Path
+    # The folder of its images.
     output: Path
     pid: int
 
@@ -80,9 +81,9 @@ class Server(NamedTuple):
 def start_server(
     name: str, output: Path | None = None, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Run a server until the block ends, with `environment` besides this process's.
+    """Run a server until the block ends. `environment` is added to the environment of this process.
 
-    Raises RuntimeError with the end of its log if it does not come up.
+    Raises RuntimeError with the end of its log if it does not start.
     """
     base, port = base_directory(name), free_port()
     output = output or base / "output"
@@ -120,7 +121,7 @@ def get(server: Server, path: str, **query: str) -> bytes:
 
 
 def post(server: Server, path: str, **body: object) -> bytes:
-    """POST `body` as JSON. Raises urllib.error.HTTPError where the server refuses it."""
+    """POST `body` as JSON. Raises urllib.error.HTTPError if the server refuses it."""
     request = urllib.request.Request(
         f"http://{server.address}{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
@@ -129,11 +130,11 @@ def post(server: Server, path: str, **body: object) -> bytes:
 
 
 class GraphError(Exception):
-    """The server refused a graph, or a node failed; the message is what it said."""
+    """The server refused a graph, or a node failed. Contains the server's or the node's message."""
 
 
 def queue(server: Server, graph: dict, client_id: str) -> str:
-    """POST `graph`; return the prompt id. Raises GraphError with the server's words if it is refused."""
+    """POST `graph`. Returns the prompt id. Raises GraphError with the server's message if the graph is refused."""
     try:
         return json.loads(post(server, "/prompt", prompt=graph, client_id=client_id))["prompt_id"]
     except urllib.error.HTTPError as error:
@@ -141,7 +142,7 @@ def queue(server: Server, graph: dict, client_id: str) -> str:
 
 
 def refusal(answer: dict) -> str:
-    """What the server says of the inputs that it refuses, one line each."""
+    """Return the server's messages about the inputs that it refuses, one per line."""
     nodes = answer.get("node_errors") or {}
     lines = [
         f"{node['class_type']}: {error['message']}: {error['details']}"
@@ -175,6 +176,6 @@ def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:
 
 
 def images_of(events: list[dict | bytes]) -> list[dict]:
-    """Return filename, subfolder and type of the pictures that the events announce."""
-    done = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
-    return [image for data in done for image in (data.get("output") or {}).get("images", [])]
+    """Return filename, subfolder and type of the images in the events."""
+    executed = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
+    return [image for data in executed for image in (data.get("output") or {}).get("images", [])]

@@ -1,9 +1,9 @@
-"""Try the pack in each ComfyUI of requirements/host*.txt, or in those named, by version or by folder:
-`.venv/bin/python scripts/hosts.py 0.27 ~/ComfyUI`.
+"""Test the pack in several versions of ComfyUI: `.venv/bin/python scripts/hosts.py 0.27 ~/ComfyUI`.
 
-The pinned ones run with the packages of .venv, so the frontend is that of 0.30; a folder's own are put there for it.
-Where the pack supports the host, the graph and server tests run; an older one must start without the pack, and say why
-in one line of its log. Prints the table of docs/developer/development.md.
+The arguments are versions or folders. Without arguments, all versions in requirements/host*.txt are tested. These use
+the packages of .venv, including the frontend of 0.30. The requirements of a folder are installed into .venv. In a
+supported version, the graph and server tests run. An older version must start without the pack, and its log must
+contain one line with the reason. Prints the table of docs/developer/development.md.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ REFUSED = "SANA: got ComfyUI {}"
 
 
 def pins() -> dict[str, Path]:
-    """Return {version: the file that pins it}, the oldest first."""
+    """Return {version: requirements file}, the oldest version first."""
     older = {path.stem.removeprefix("host-"): path for path in sorted(REQUIREMENTS.glob("host-*.txt"))}
     return {**older, PINNED: REQUIREMENTS / "host.txt"}
 
 
 def oldest() -> tuple[int, ...]:
-    """Return the oldest version that the pack says it supports."""
-    (found,) = re.findall(r'^requires-comfyui = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    return numbers(found)[:2]
+    """Return the oldest version that the pack supports, according to pyproject.toml."""
+    (version,) = re.findall(r'^requires-comfyui = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    return numbers(version)[:2]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def host_of(name: str) -> Path:
-    """Return the folder of a ComfyUI, which is unpacked there if `name` is the version of a pinned one."""
+    """Return the folder of a ComfyUI. If `name` is a pinned version, it is unpacked there."""
     if name not in pins():
         return Path(name).resolve()
     folder = CACHE / ("ComfyUI" if name == PINNED else f"ComfyUI-{name}")
@@ -50,12 +50,12 @@ def host_of(name: str) -> Path:
 
 
 def full_version(host: Path) -> str:
-    (found,) = re.findall(r'^__version__ = "([\d.]+)"$', (host / "comfyui_version.py").read_text(), re.M)
-    return found
+    (version,) = re.findall(r'^__version__ = "([\d.]+)"$', (host / "comfyui_version.py").read_text(), re.M)
+    return version
 
 
 def run_tests() -> str:
-    """Run the graph and server tests in the host that COMFYUI_PATH names; return what the table says of them."""
+    """Run the graph and server tests in the host at COMFYUI_PATH. Returns the cell of the table."""
     report = CACHE / "host.xml"
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider", "-q"]
     command += ["-m", "not slow", f"--junitxml={report}"]
@@ -66,19 +66,19 @@ def run_tests() -> str:
 
 
 def check_refusal(version: str) -> str:
-    """Start the host that COMFYUI_PATH names, and return what the table says of its refusal."""
+    """Start the host at COMFYUI_PATH, which must refuse the pack. Returns the cell of the table."""
     with start_server(f"host-{version}") as server:
         ours = [name for name in json.loads(get(server, "/object_info")) if name.startswith(PREFIX)]
-        said = [line for line in server.log.read_text().splitlines() if REFUSED.format(version) in line]
-    return "refused in one line" if not ours and len(said) == 1 else "FAIL"
+        reasons = [line for line in server.log.read_text().splitlines() if REFUSED.format(version) in line]
+    return "refused in one line" if not ours and len(reasons) == 1 else "FAIL"
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or list(pins())
-    if unknown := [name for name in wanted if name not in pins() and not (Path(name) / "main.py").is_file()]:
+    names = sys.argv[1:] or list(pins())
+    if unknown := [name for name in names if name not in pins() and not (Path(name) / "main.py").is_file()]:
         sys.exit(f"hosts: got {', '.join(unknown)}, expected a folder of ComfyUI, or some of {', '.join(pins())}")
     rows = []
-    for host in map(host_of, wanted):
+    for host in map(host_of, names):
         os.environ["COMFYUI_PATH"] = str(host)
         install_packages()
         full = full_version(host)

@@ -1,4 +1,4 @@
-"""Make workflows/*.json of scripts/templates.py, and subgraphs/*.json: `python scripts/lay_out.py`."""
+"""Write workflows/*.json and subgraphs/*.json from scripts/templates.py and parts.py: `python scripts/lay_out.py`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ ALIASES = ["sana", "text to image", "nvidia"]
 
 def template_json(name: str, template: Template, info: Json) -> Json:
     """Return the workflow of `template`, for a server whose /object_info is `info`."""
-    whole, nodes = write_file(start_file(name, info), template.graph)
+    workflow, nodes = write_file(start_file(name, info), template.graph)
     shown = [[nodes[node]["id"], widget] for node, widget in template.app]
-    return whole | {"extra": {"linearData": {"inputs": shown, "outputs": showing(whole)}}}
+    return workflow | {"extra": {"linearData": {"inputs": shown, "outputs": showing(workflow)}}}
 
 
 def blueprint_json(subgraph: Subgraph, info: Json) -> Json:
-    """Return the blueprint as the node library reads it: a workflow of one node, and the subgraph that it is."""
+    """Return the blueprint for the node library: a workflow with one node, whose definition is `subgraph`."""
     graph = Graph({"node": Node(subgraph, {})}, "node")
-    whole, _ = write_file(start_file(f"blueprint {subgraph.name}", info), graph)
-    return whole | {"extra": {"BlueprintSearchAliases": ALIASES}}
+    workflow, _ = write_file(start_file(f"blueprint {subgraph.name}", info), graph)
+    return workflow | {"extra": {"BlueprintSearchAliases": ALIASES}}
 
 
 def main() -> None:
     with start_server("lay-out") as server:
         info = json.loads(get(server, "/object_info"))
-    made = {ROOT / "workflows" / name: template_json(name, each, info) for name, each in templates().items()}
-    made |= {ROOT / "subgraphs" / each.name: blueprint_json(each, info) for each in blueprints()}
-    for path, content in made.items():
+    files = {ROOT / "workflows" / name: template_json(name, item, info) for name, item in templates().items()}
+    files |= {ROOT / "subgraphs" / blueprint.name: blueprint_json(blueprint, info) for blueprint in blueprints()}
+    for path, content in files.items():
         path.with_name(f"{path.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"{path.parent.name}/{path.name}\n")
 

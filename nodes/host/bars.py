@@ -11,22 +11,25 @@ from PIL import Image, ImageDraw, ImageFont
 
 Colour = tuple[int, int, int]
 
-# pixels; LEFT is for the names, RIGHT for the words behind the longest bar. The letters can be read on a node, which is
-# a third as wide
+# Sizes in pixels. LEFT is the space for names, RIGHT the space for words after the longest bar. LETTERS is large enough
+# to read on a node, which shows the chart at a third of its width.
 WIDTH, LEFT, RIGHT, TOP, STEP, BAR, BOTTOM, LETTERS = 900, 205, 190, 100, 50, 34, 50, 22
-# pixels from one line of the title to the next
+# Pixels from one line of the title to the next.
 TITLE_STEP = 28
 TEXT, LINE, PAPER = (40, 40, 40), (190, 50, 50), (250, 250, 248)
 BLUE, ORANGE = (91, 122, 166), (226, 150, 74)
-# a line much farther than the longest bar is off the chart
+# The line is left out if it is farther right than this multiple of the longest bar.
 FARTHEST = 2.5
 
 
 class Bar(NamedTuple):
-    """`parts` lie one behind the other, as (length, colour), with `words` behind the last."""
+    """One bar of a chart."""
 
+    # To the left of the bar.
     name: str
+    # (length, colour), one after another.
     parts: Sequence[tuple[float, Colour]]
+    # To the right of the bar.
     words: str
 
 

@@ -17,6 +17,7 @@ from ...sana_core.training.dataset import Faults, list_folder
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+# Suffixes of the files that a loader may read from a model folder.
 READ = (*SUFFIXES, ".json", ".model")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -34,7 +35,7 @@ def file_stat(find: Callable[[], Path]) -> str:
 
 
 def dataset_stat(find: Callable[[], Path]) -> str:
-    """Return a fingerprint that changes with any file of the data set's folder. Never raises, as `file_stat`."""
+    """Return a fingerprint that changes with any file of the data set's folder. Never raises."""
     try:
         files = list_folder(find(), Faults(), {})
     except (OSError, ValueError):
@@ -45,20 +46,19 @@ def dataset_stat(find: Callable[[], Path]) -> str:
 def linked_file_stat(list_paths: Callable[[], Iterable[Path]]) -> str:
     """Return the fingerprint of a loader whose file name comes from a link.
 
-    ComfyUI compares fingerprints before it runs the node that outputs the name. So any file that the loader could read
-    changes this fingerprint. `list_paths` returns the files and folders that the loader offers. Never raises, as
-    `file_stat`.
+    ComfyUI compares fingerprints before it runs the node that outputs the name. Therefore any file that the loader
+    could read changes this fingerprint. `list_paths` returns the files and folders that the loader lists. Never raises.
     """
     files: set[Path] = set()
     for path in list_paths():
-        # A folder may vanish meanwhile.
+        # A folder may have been deleted in the meantime.
         with suppress(OSError):
             files.update(files_read(path))
     return digest(f"{file} {size_and_time(file)}" for file in sorted(files))
 
 
 def linked_dataset_stat(list_paths: Callable[[], Iterable[Path]]) -> str:
-    """Return the fingerprint of a node whose folder of images comes from a link, as `linked_file_stat` does."""
+    """Return the fingerprint of a node whose folder of images comes from a link. See `linked_file_stat`."""
     return digest(f"{path} {dataset_stat(lambda path=path: path)}" for path in list_paths())
 
 
@@ -76,7 +76,10 @@ def size_and_time(file: Path) -> str:
 
 
 def files_read(path: Path) -> Iterable[Path]:
-    """Return the files that may be read for `path`: a model's folder, or a file with its shards and what it needs."""
+    """Return the files that a loader may read for `path`.
+
+    For a folder, these are its models and configs. For a file, its shards, configs and tokenizers are included.
+    """
     if path.is_dir():
         return [file for pattern in ("*", "*/*") for file in path.glob(pattern) if file.suffix.lower() in READ]
     folder = path.parent
@@ -99,7 +102,7 @@ def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., Mod
     def reload(*args, **options) -> ModelPatcher:
         if file_stat(lambda: path) != before:
             raise CheckpointError(
-                f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is wanted; "
+                f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is needed; "
                 "queue the graph again"
             )
         return load(*args, **options)

@@ -39,7 +39,7 @@ DATASETS = {"cyanotypes (bundled)": HERE / "recipes" / "cyanotypes"}
 RUNS = "sana_training"
 # The folders in ComfyUI's output folder where loaders find results of training.
 RESULTS = ("loras", "controlnet")
-# one name of a folder: no separators, nothing that means another folder, and short enough for a file's name in UTF-8
+# A plain folder name without separators or dots at its ends, and short enough for a file name in UTF-8.
 RUN_NAME = re.compile(r"\w([\w .-]{0,48}\w)?")
 # ComfyUI folder: the bundled models it lists.
 BUNDLED = {
@@ -50,9 +50,9 @@ BUNDLED = {
     "clip_vision": {"sana-posters-scorer (bundled)": HERE / "demo" / "sana-posters-scorer"},
     "loras": {"sana-posters-cyanotype (bundled)": HERE / "demo" / "sana-posters-cyanotype.safetensors"},
 }
-# The file by which a folder in ComfyUI's folder of that kind is recognised as a whole model.
+# {ComfyUI folder: the file that identifies one of its subfolders as a model}
 MARKS = {"diffusers": "model_index.json", "clip_vision": "config.json"}
-# of a sharded model, the first file stands for all
+# Of a sharded model, only the first file is listed.
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
 
@@ -60,14 +60,14 @@ LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 def without_places() -> Iterator[None]:
     """Shorten paths in errors of data sets and runs, because HTTP shows them. The log has the full paths.
 
-    An InUseError gets another text, because its own names a process.
+    An InUseError gets another text, which refers to the input `name`.
     """
     try:
         yield
     except SanaError as error:
         text = str(error)
         if isinstance(error, InUseError):
-            text = "name: another run is at work in that folder; wait for its end, or choose another name"
+            text = "name: another run is using that folder; wait for its end, or choose another name"
         for root in (
             folder_paths.get_output_directory(),
             folder_paths.get_input_directory(),
@@ -84,7 +84,7 @@ def without_places() -> Iterator[None]:
 def listed_name(name: object, names: Iterable[str]) -> str | None:
     """Return the entry of `names` that matches `name`, or None.
 
-    A workflow saved on Windows has a backslash where the list on Linux has a slash, and the other way round. On Linux a
+    A workflow that was saved on Windows has backslashes where the list on Linux has slashes, and vice versa. On Linux a
     name may contain a backslash, so an exact match comes first.
     """
     if not isinstance(name, str):
@@ -92,11 +92,11 @@ def listed_name(name: object, names: Iterable[str]) -> str | None:
     choices = list(names)
     if name in choices:
         return name
-    return next((one for one in choices if one.replace("\\", "/") == name.replace("\\", "/")), None)
+    return next((choice for choice in choices if choice.replace("\\", "/") == name.replace("\\", "/")), None)
 
 
 def list_files(kind: str) -> list[str]:
-    """Return the names of the weights files in ComfyUI's folders of that kind, and last what comes with the pack."""
+    """Return the names of the weights files in ComfyUI's folders of that kind, and last the bundled ones."""
     files = [
         name
         for name in folder_paths.get_filename_list(kind)
@@ -106,23 +106,23 @@ def list_files(kind: str) -> list[str]:
 
 
 def find_file(kind: str, name: str, field: str) -> Path:
-    """Return the file that `name` of `list_files` means.
+    """Return the path of an entry of `list_files`.
 
     Raises InputError or MissingFileError for any other name. The error begins with `field`, the input of the node.
     """
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
     names = file_names(name) if isinstance(name, str) else []
-    # A workflow saved on Windows separates folders by backslashes.
+    # A workflow that was saved on Windows separates folders by backslashes.
     names += [candidate.replace("\\", "/") for candidate in names if "\\" in candidate]
     if not names or not names[0].lower().endswith(SUFFIXES):
         raise InputError(f"{field}: got {name!r:.40}, expected a file of {', '.join(SUFFIXES)} in models/{kind}")
-    # ComfyUI_ExtraModels kept transformers in checkpoints
+    # ComfyUI_ExtraModels stored transformers in checkpoints.
     folders = [kind, "checkpoints"] if kind == "diffusion_models" else [kind]
-    paths = [folder_paths.get_full_path(folder, each) for folder in folders for each in names]
+    paths = [folder_paths.get_full_path(folder, candidate) for folder in folders for candidate in names]
     path = next(filter(None, paths), None)
     if path is None:
-        # The error names a released file if there is one, because it has a link.
+        # Prefer the name of a released file for the error, because it has a link.
         missing = next((candidate for candidate in names if candidate in DOWNLOADS), names[0])
         raise MissingFileError(
             f"{field}: no file {missing!r} in models/{kind}; {where_to_get(missing)}, or choose another"
@@ -131,44 +131,44 @@ def find_file(kind: str, name: str, field: str) -> Path:
 
 
 def file_paths(kind: str) -> list[Path]:
-    """Return the files that `find_file` can find, and the bundled ones."""
+    """Return the paths that `find_file` can return."""
     folders = [kind, "checkpoints"] if kind == "diffusion_models" else [kind]
     paths = [folder_paths.get_full_path(folder, name) for folder in folders for name in list_files(folder)]
     return [*(Path(path) for path in paths if path is not None), *BUNDLED.get(kind, {}).values()]
 
 
 def find_folders(kind: str) -> dict[str, Path]:
-    """Return {name: path} of the whole models in ComfyUI's folders of that kind, at any depth.
+    """Return {name: path} of the model folders in ComfyUI's folders of that kind, at any depth.
 
-    Links are followed, as in ComfyUI's own DiffusersLoader, because a cache of the Hugging Face Hub consists of links.
-    The search stops at a model and at a link to a folder above.
+    Links are followed, as in ComfyUI's DiffusersLoader, because a cache of the Hugging Face Hub consists of links. The
+    search does not enter model folders and links to a parent folder.
     """
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(kind)):
         pending = [root]
         while pending:
             folder = pending.pop()
-            above = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
+            parents = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
             try:
                 if folder != root and (folder / MARKS[kind]).is_file():
-                    found.setdefault(folder.relative_to(root).as_posix(), folder)
-                elif folder.is_dir() and folder.resolve() not in above:
+                    models.setdefault(folder.relative_to(root).as_posix(), folder)
+                elif folder.is_dir() and folder.resolve() not in parents:
                     pending += [path for path in folder.iterdir() if not path.name.startswith(".")]
             except OSError:
-                # The folder has gone, or it may not be read. The others are listed.
+                # The folder was deleted or is not readable. List the others.
                 continue
-    return dict(sorted(found.items()))
+    return dict(sorted(models.items()))
 
 
 def list_models() -> list[str]:
-    """Return what SANA Loader offers: diffusers folders, files in models/checkpoints, the bundled ones last."""
+    """Return the choices of SANA Loader: diffusers folders, files in models/checkpoints, and last the bundled ones."""
     return [*find_folders("diffusers"), *list_files("checkpoints"), *MODELS]
 
 
 def model_path(name: str) -> Path:
-    """Return the folder or file that `name` of `list_models` means.
+    """Return the path of an entry of `list_models`.
 
-    Raises MissingFileError for a released folder that is not there, InputError for any other name.
+    Raises MissingFileError for a released folder that does not exist, and InputError for any other name.
     """
     folders = find_folders("diffusers") | MODELS
     listed = listed_name(name, [*folders, *list_files("checkpoints")])
@@ -185,22 +185,22 @@ def model_path(name: str) -> Path:
 
 
 def model_paths() -> list[Path]:
-    """Return the folders and files that `model_path` can find."""
+    """Return the paths that `model_path` can return."""
     return [*find_folders("diffusers").values(), *file_paths("checkpoints"), *MODELS.values()]
 
 
 def list_scorers() -> list[str]:
-    """Return what SANA Load Scorer offers: folders with a config.json in models/clip_vision, the bundled one last."""
+    """Return the choices of SANA Load Scorer: model folders in models/clip_vision, and last the bundled one."""
     return [*find_folders("clip_vision"), *BUNDLED["clip_vision"]]
 
 
 def scorer_paths() -> list[Path]:
-    """Return the folders that `scorer_path` can find."""
+    """Return the paths that `scorer_path` can return."""
     return [*find_folders("clip_vision").values(), *BUNDLED["clip_vision"].values()]
 
 
 def scorer_path(name: str) -> Path:
-    """Return the folder that `name` of `list_scorers` means. Raises InputError for any other name."""
+    """Return the path of an entry of `list_scorers`. Raises InputError for any other name."""
     folders = find_folders("clip_vision") | BUNDLED["clip_vision"]
     listed = listed_name(name, folders)
     if listed is None:
@@ -212,29 +212,29 @@ def scorer_path(name: str) -> Path:
 
 
 def list_datasets() -> list[str]:
-    """Return what SANA Dataset offers: the folders that ComfyUI's own nodes for it list, the bundled images last."""
+    """Return the choices of SANA Dataset: the subfolders of ComfyUI's input folder, and last the bundled images."""
     return [*folder_paths.get_input_subfolders(), *DATASETS]
 
 
 def dataset_paths() -> list[Path]:
-    """Return the folders that `dataset_path` can find."""
+    """Return the paths that `dataset_path` can return."""
     folder = Path(folder_paths.get_input_directory())
     return [*(folder / name for name in folder_paths.get_input_subfolders()), *DATASETS.values()]
 
 
 def dataset_path(name: str) -> Path:
-    """Return the folder that `name` of `list_datasets` means. Raises InputError for any other name."""
+    """Return the path of an entry of `list_datasets`. Raises InputError for any other name."""
     if isinstance(name, str) and name in DATASETS:
         return DATASETS[name]
     if name not in folder_paths.get_input_subfolders():
         raise InputError(
-            f"folder: got {name!r:.40}, expected one in ComfyUI's input folder; put your images into one there"
+            f"folder: got {name!r:.40}, expected a folder in ComfyUI's input folder; put your images into one there"
         )
     return Path(folder_paths.get_input_directory()) / name
 
 
 def run_path(name: str) -> Path:
-    """Return the folder of the training run `name`. Raises InputError for what is no plain name of a folder."""
+    """Return the folder of the training run `name`. Raises InputError unless `name` is a plain folder name."""
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise InputError(
             f"name: got {name!r:.60}, expected a folder's name of at most 50 characters; use letters, digits, - and _"
@@ -243,20 +243,16 @@ def run_path(name: str) -> Path:
 
 
 def add_result_folders() -> None:
-    """Let ComfyUI list results of training on the canvas. It lists output/loras itself, but no output/controlnet."""
+    """Let ComfyUI list the results of training on the canvas."""
     for kind in RESULTS:
         folder_paths.add_model_folder_path(kind, str(Path(folder_paths.get_output_directory()) / kind))
 
 
 def list_devices() -> list[str]:
-    """Return what SANA Batch Sampler offers: all and default, each accelerator, or the CPU's cores as two workers.
-
-    The cluster is there if the operator has configured it. A broken file of it is left out with a log: the nodes must
-    be there all the same.
-    """
+    """Return the choices of SANA Batch Sampler: all, default, GPUs or else the CPU as two workers, and the cluster."""
     devices = comfy.model_management.get_all_torch_devices()
-    own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
-    return ["all", "default", *own, *list_cluster()]
+    single = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
+    return ["all", "default", *single, *list_cluster()]
 
 
 def one_gpu_note() -> str:
@@ -277,49 +273,53 @@ def list_cluster() -> list[str]:
     """Return the cluster as a choice of devices, if the operator has configured it."""
     try:
         return [CLUSTER] if configured_cluster() is not None else []
-    except InputError:  # it is in the log
+    except InputError:
+        # The reason is in the log. A broken file must not prevent ComfyUI from loading the nodes.
         return []
 
 
 def configured_cluster() -> ClusterSettings | None:
-    """Return the Ray cluster in cluster.json of the system user "sana", None where no such file is.
+    """Return the Ray cluster in cluster.json of the system user "sana", or None if the file does not exist.
 
-    It has an address like ray://HOST:10001 and, if wanted, the fields of ClusterSettings gpus, gpus_per_worker and
-    resources. Only Ray Client's addresses: Ray ends a process that is connected in another way together with the
-    cluster.
+    The file contains an address like ray://HOST:10001, and optionally the fields gpus, gpus_per_worker and resources of
+    ClusterSettings. Only addresses of Ray Client are accepted, because with other connections Ray ends ComfyUI's
+    process together with the cluster.
 
-    HTTP does not reach that folder, and what is in it is the operator's alone: of a file that is broken only the log
-    says where it is and why, and InputError that it is.
+    The folder is private: HTTP does not reach it. If the file is broken, only the log contains its path and the reason.
+    Raises InputError without them.
     """
     file = Path(folder_paths.get_system_user_directory("sana")) / "cluster.json"
     try:
-        found = parse_json(read_bytes(file, LARGEST_CLUSTER_FILE), "cluster.json")
-        return cluster_in(found)
+        return cluster_in(parse_json(read_bytes(file, LARGEST_CLUSTER_FILE), "cluster.json"))
     except MissingFileError:
         return None
     except SanaError as error:
-        # without the remedy for files that were downloaded
+        # Without the remedy, which is for downloaded files.
         reason = str(error).rpartition("; ")[0] or str(error)
     logger.error('SANA Batch Sampler: %s: %s; expected {"address": "ray://HOST:10001"}', file, reason)
-    raise InputError("devices: the server's cluster.json is broken; its operator finds why in the log")
+    raise InputError("devices: the server's cluster.json is broken; its operator finds the reason in the log")
 
 
 def cluster_in(document: object) -> ClusterSettings:
-    """Return what `document` says of a cluster. Raises InputError for anything else."""
+    """Parse the content of cluster.json. Raises InputError for anything that docs/cluster.md does not describe."""
     match document:
-        case {"address": str(address), **rest} if CLUSTER_ADDRESS.fullmatch(address):
-            match {"gpus": None, "gpus_per_worker": 1, "resources": {}, **rest}:
-                case {"gpus": int() | None as gpus, "gpus_per_worker": int() | float() as each, "resources": dict(own)}:
-                    amounts = all(type(amount) in (int, float) for amount in own.values())
-                    if amounts and rest.keys() <= {"gpus", "gpus_per_worker", "resources"}:
-                        cluster = ClusterSettings(address, gpus, each, tuple(own.items()))
+        case {"address": str(address), **options} if CLUSTER_ADDRESS.fullmatch(address):
+            match {"gpus": None, "gpus_per_worker": 1, "resources": {}, **options}:
+                case {
+                    "gpus": int() | None as gpus,
+                    "gpus_per_worker": int() | float() as share,
+                    "resources": dict(resources),
+                }:
+                    amounts = all(type(amount) in (int, float) for amount in resources.values())
+                    if amounts and options.keys() <= {"gpus", "gpus_per_worker", "resources"}:
+                        cluster = ClusterSettings(address, gpus, share, tuple(resources.items()))
                         cluster.check()
                         return cluster
-    raise InputError(f"address: got {brief(document)}, expected what docs/cluster.md shows")
+    raise InputError(f"address: got {brief(document)}, expected the format in docs/cluster.md")
 
 
 def list_splits() -> list[str]:
-    """Return the choices of SANA Split Image: all, a number of the accelerators, or the CPU's cores in two halves."""
+    """Return the choices of SANA Split Image: all, a number of GPUs, or else the CPU as two workers."""
     devices = comfy.model_management.get_all_torch_devices()
-    own = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu x {count}" for count in range(2, len(devices))]
-    return ["all", *own]
+    counts = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu x {count}" for count in range(2, len(devices))]
+    return ["all", *counts]

@@ -1,4 +1,4 @@
-"""What comes over the links of a graph."""
+"""Checks the values that arrive over the links of a graph."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SOCKETS: dict[str, tuple[str, type]] = {
 
 
 def check_links(**inputs: object) -> None:
-    """Raise InputError for the first of `inputs`, by a socket's name, that is not of the socket's type.
+    """Raise InputError for the first input with the wrong type. Keys are the names of sockets.
 
-    ComfyUI checks the types of links, but lets a plain value stand in the place of a link, and a link of type *.
+    ComfyUI checks the types of links, but accepts a plain value instead of a link, and links of type *.
     """
     for field, value in inputs.items():
         name, expected = SOCKETS[field]

@@ -1,4 +1,4 @@
-"""Words under a node, and a chart on it: what it found out that its widgets do not show."""
+"""Shows text under a node and an image on it."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ def show_under_node(text: str, node_id: str) -> None:
 
 
 def show_under_running_node(text: str) -> None:
-    """Write `text` under the node that runs, whosever it is, and into the log; from its threads into the log alone."""
+    """Write `text` under the currently executing node and into the log. In other threads, write only into the log."""
     context = get_executing_context()
     if context is None:
         logger.warning(text)
@@ -54,18 +54,18 @@ class Notes:
 
 
 def show_on_running_node(image: Image.Image, bar_total: int) -> None:
-    """Show `image` on the node that runs, where its previews are; its bar of `bar_total` is full by then."""
+    """Show `image` on the running node in place of its previews, and fill its progress bar of `bar_total`."""
     comfy.utils.ProgressBar(bar_total).update_absolute(bar_total, bar_total, ("JPEG", image, None))
 
 
 def status_under_running_node() -> Callable[[str], None]:
-    """Return what writes a text under the node that runs now, and into the log, from any thread."""
+    """Return a function that writes a text under the running node and into the log. Any thread may call it."""
     node_id = get_executing_context().node_id
     return lambda text: show_under_node(f"SANA: {text}", node_id)
 
 
 def progress_under_running_node() -> Callable[[str], None]:
-    """Return what writes a text under the node that runs now, once a second at most; not into the log."""
+    """Return a function that writes a text under the running node, at most once a second, and not into the log."""
     node_id, shown = get_executing_context().node_id, [0.0]
 
     def show(text: str) -> None:

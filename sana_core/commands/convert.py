@@ -1,4 +1,4 @@
-"""Write a checkpoint of any layout as safetensors with diffusers' names, its config inside."""
+"""Convert a checkpoint of any layout to a safetensors file with diffusers' names and the config in its header."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=path_of, help="a file or folder of any layout")
     parser.add_argument("target", type=path_of, help="a .safetensors file, which must not exist yet")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: as stored")
-    parser.add_argument("--resolution", type=int, help="pixels that the model was trained at, where the file is wrong")
+    parser.add_argument("--resolution", type=int, help="pixels that the model was trained at, if the file is wrong")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in a training's .pth")
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 EXAMPLE = """example:
   python -m sana_core decode latents.safetensors --checkpoint demo/sana-posters --out output --max-gb 2
 
-The file holds one tensor "latents" [B, 32, h, w] in the VAE's own scale, or "latent_tensor" as ComfyUI's Save
-Latent writes it."""
+The file contains one tensor "latents" [B, 32, h, w] in the VAE's scale, or "latent_tensor", which ComfyUI's Save Latent
+writes."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", required=True, type=path_of, help="a VAE file, or a folder or file that contains the VAE"
     )
     parser.add_argument("--out", type=path_of, default=Path("output"), help="folder for PNG files, or one .png or .tif")
-    parser.add_argument("--overwrite", action="store_true", help="replace images that are there")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing images")
     parser.add_argument("--method", choices=METHODS, default="auto")
-    parser.add_argument("--max-gb", type=float, help="memory beyond the weights; what is free, without it")
+    parser.add_argument("--max-gb", type=float, help="memory beyond the weights; default: 90 %% of the free memory")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--report", action="store_true", help="print what was done as JSON")
+    parser.add_argument("--report", action="store_true", help="print plan, time and memory as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,15 +92,15 @@ def read_latents(path: Path) -> torch.Tensor:
         tensors = load(content)
     except SafetensorError as error:
         raise InputError(f"latents: {path} is not a safetensors file ({error}); save them with SaveLatent") from None
-    found = tensors.get("latents", tensors.get("latent_tensor"))
-    if found is None:
+    latents = tensors.get("latents", tensors.get("latent_tensor"))
+    if latents is None:
         names = ", ".join(list(tensors)[:3]) or "nothing"
-        raise InputError(f"latents: {path} holds {names}, expected a tensor 'latents'")
-    check_channels("latents", found.shape)
-    if not found.numel() or not found.is_floating_point():
-        got = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-        raise InputError(f"latents: {path} holds {got}, expected floating-point numbers of an image; save it again")
-    return found.float()
+        raise InputError(f"latents: {path} contains {names}, expected a tensor 'latents'")
+    check_channels("latents", latents.shape)
+    if not latents.numel() or not latents.is_floating_point():
+        got = f"{str(latents.dtype).removeprefix('torch.')} {list(latents.shape)}"
+        raise InputError(f"latents: {path} contains {got}, expected floating-point numbers of an image; save it again")
+    return latents.float()
 
 
 def paths(out: Path, stem: str, count: int) -> list[Path]:

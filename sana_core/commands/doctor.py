@@ -1,7 +1,7 @@
 """Check this machine and model files: one block to paste into a bug report.
 
-Versions, the GPU, arithmetic against known answers, and what the files at PATH are. Nothing leaves this machine, and no
-name of a user or folder is in the report. The exit status is 1 if the report has a fault.
+It checks versions, the GPU, arithmetic against known results, and the model files at PATH. Nothing is sent anywhere,
+and the report contains no names of users or folders. The exit status is 1 if the report has a fault.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="model files, or folders of them, such as ComfyUI's models",
     )
-    add("--device", default="", help="like cpu or cuda:0; default: the GPU, or the CPU")
+    add("--device", default="", help="for the arithmetic, such as cpu or cuda:0; default: the GPU, or else the CPU")
     add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later; default: %(default).0f")
-    add("--json", type=path_of, help="write the report into this file as well")
+    add("--json", type=path_of, help="also write the report to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_target(arguments.json)
     check_number("seconds", arguments.seconds, 0, LARGEST_SECONDS)
-    report = Report(seconds=arguments.seconds, tell=tell)
+    report = Report(seconds=arguments.seconds, on_check=show_progress)
     examine(report, arguments.paths, arguments.device)
     if arguments.json is not None:
         with output_file(arguments.json, field="json") as part:
@@ -53,15 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(report.faults))
 
 
-def tell(what: str) -> None:
-    """Say what is checked next, if anybody can still read it."""
+def show_progress(subject: str) -> None:
+    """Write the subject of the next check to stderr. A closed stderr is no error."""
     with suppress(OSError):
         # The name of a file may have a line break.
-        sys.stderr.write(f"checking {' '.join(what.split())}\n")
+        sys.stderr.write(f"checking {' '.join(subject.split())}\n")
 
 
 def check_target(path: Path) -> None:
-    """Raise OutputError if no file can be made at `path`: it is told before minutes of work."""
+    """Raise OutputError if `path` cannot be created, before minutes of work."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

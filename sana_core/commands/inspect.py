@@ -1,4 +1,4 @@
-"""Say what a checkpoint is: a file or a folder, of which only headers are read."""
+"""Identify a checkpoint, which is a file or a folder. Reads only headers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def sentence(info: Checkpoint) -> str:
-    """Return `info` as a line: what it is, resolution and what told it, layout, dtype, size."""
+    """Return `info` as a line: kind, resolution and its source, layout, reference, dtype, size."""
     words = [info.description]
     if info.resolution is not None:
         words.append(f"{info.resolution} px ({info.resolution_from})")

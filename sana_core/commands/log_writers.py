@@ -23,7 +23,7 @@ SCALARS = ("loss", "learning_rate", "grad_norm", "validation_loss")
 
 @contextmanager
 def tensorboard_writer(out: Path) -> Iterator[WriteLine]:
-    """Give a function that writes a line of the log into a new file in `out`/tensorboard.
+    """Yield a function that writes a line of the log into a new file in `out`/tensorboard.
 
     The file is created for the first line, because a training that is refused must leave nothing behind. Raises
     VersionError without tensorboard.
@@ -55,7 +55,7 @@ def tensorboard_writer(out: Path) -> Iterator[WriteLine]:
 
 @contextmanager
 def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
-    """Give a function that sends a line of the log to Weights & Biases, always to the same run for the folder `out`.
+    """Yield a function that sends a line of the log to Weights & Biases, always to the same run for the folder `out`.
 
     Raises VersionError without wandb or for one that is too old, and OutputError where `out` cannot be written.
     """
@@ -64,7 +64,7 @@ def wandb_writer(out: Path, name: str) -> Iterator[WriteLine]:
     except ImportError as error:
         raise VersionError(f"wandb: cannot be imported ({error!s:.80}); pip install wandb") from None
     make_folder(out)
-    # Everybody who sees the run sees its id. With the inode in it, nobody can check whether a guessed path is right.
+    # Everyone who sees the run sees its id. Because it contains the inode, nobody can verify a guessed path with it.
     run_id = digest_json([str(out.absolute()), out.stat().st_ino])[:16]
     try:
         settings = log_only_settings()
@@ -110,15 +110,15 @@ def optional(name: str, write: WriteLine) -> WriteLine:
 
 
 def warn(name: str, error: Exception, remedy: str) -> None:
-    """Warn in one line that a dashboard gets no more lines."""
+    """Warn in one line that a dashboard receives no more lines."""
     logger.warning(
-        "%s: it gets no lines (%s); the training continues, and log.jsonl has all of them; %s",
+        "%s: it receives no more lines (%s); the training continues, and log.jsonl contains all lines; %s",
         *(name, brief(first_line(error), 200), remedy),
     )
 
 
 def log_only_settings() -> object:
-    """Settings that switch off all that wandb collects by itself. Old versions raise TypeError or ValueError."""
+    """Settings that switch off all data that wandb collects by itself. Old versions raise TypeError or ValueError."""
     import wandb
 
     return wandb.Settings(

@@ -21,10 +21,9 @@ from ..runtime.accelerator import has_bf16
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add checkpoint, out, seed, count, best of N, chunk and devices, and the options whose values `settings_of` and
-    `cluster_of` read."""
+    """Add the options that `generate` and `batch` share, including those for `settings_of` and `cluster_of`."""
     add = parser.add_argument
-    add("--checkpoint", required=True, type=path_of, help="a folder or file; on a cluster, of each machine")
+    add("--checkpoint", required=True, type=path_of, help="a folder or file; on a cluster, it exists on each machine")
     add("--out", type=path_of, default=Path("output"), help="folder for the PNG files")
     add("--seed", type=int, default=0, help="image i of each prompt uses seed + i")
     add("--count", type=int, default=1, help="images of each prompt")
@@ -33,11 +32,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--scorer",
         type=path_of,
-        help="folder of a CLIP, such as PickScore_v1, that says how well an image fits a prompt",
+        help="folder of a CLIP, such as PickScore_v1, that rates how well an image fits a prompt",
     )
     add_settings(parser)
-    add("--chunk", type=int, help="images that a device works on at once; 0, the default, finds a number that fits")
-    add("--devices", nargs="+", help="like cpu or cuda:0 cuda:1; default: all GPUs, or the CPU")
+    add("--chunk", type=int, help="images that a device generates at once; 0, the default, finds a number that fits")
+    add("--devices", nargs="+", help="such as cpu, or cuda:0 cuda:1; default: all GPUs, or else the CPU")
     add_cluster(parser)
 
 
@@ -46,11 +45,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
-    add("--steps", type=int, help="default: the model's own, 20, or 2 for SANA-Sprint")
-    add("--guidance", type=float, help="default: the model's own, 4.5")
+    add("--steps", type=int, help="default: 20, or 2 for SANA-Sprint")
+    add("--guidance", type=float, help="default: 4.5")
     add(
         "--sampler",
-        help="default: the model's own: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first",
+        help="default: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first",
     )
     add("--negative-prompt", default="")
     add("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
@@ -68,35 +67,35 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         type=lora_of,
         action="append",
         metavar="FILE[=STRENGTH]",
-        help="of this model; several are added one after another",
+        help="a LoRA for this model; may be given several times",
     )
     add("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
     add(
         "--dtype",
         choices=DTYPES,
-        help="default: bfloat16 where all devices are accelerators that have it, float32 otherwise and with --cluster; "
-        "float16 is for models made for it",
+        help="default: bfloat16 if all devices are accelerators that support it, else float32; float32 with --cluster; "
+        "float16 is for models that were trained for it",
     )
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
     add(
         "--fp8",
         action="store_true",
-        help="inexact but smaller and faster: multiply in 8 bits, on GPUs that can, as NVIDIA's from Ada on",
+        help="multiply in 8 bits, which is inexact, but smaller and faster; needs a GPU with fp8, such as NVIDIA's Ada",
     )
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options whose values `cluster_of` reads."""
     add = parser.add_argument
-    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, or auto: use all its GPUs")
-    add("--gpus", type=int, help="of the cluster, at most N GPUs; default: all", metavar="N")
-    add("--gpus-per-worker", type=float, default=1.0, help="of the cluster, for each process: 0.5 for two on a GPU")
+    add("--cluster", metavar="ADDRESS", help="use the GPUs of this Ray cluster; auto finds the address")
+    add("--gpus", type=int, help="cluster only: use at most N GPUs; default: all", metavar="N")
+    add("--gpus-per-worker", type=float, default=1.0, help="cluster only: GPUs per process; 0.5 for two on a GPU")
     add(
         "--resource",
         type=resource_of,
         action="append",
         metavar="NAME[=AMOUNT]",
-        help="of the cluster, only machines with this custom resource of Ray's, of which each process takes AMOUNT",
+        help="cluster only: use machines with this custom Ray resource, of which each process takes AMOUNT",
     )
 
 
@@ -109,20 +108,20 @@ def path_of(text: str) -> Path:
 
 def resource_of(text: str) -> tuple[str, float]:
     """Parse "NAME=AMOUNT". The default is 0.001, so that many processes fit."""
-    name, said, amount = text.partition("=")
-    return name, float(amount) if said else 0.001
+    name, separator, amount = text.partition("=")
+    return name, float(amount) if separator else 0.001
 
 
 def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
-    """Return which cluster generates, None for this machine.
+    """Return the cluster that generates, or None for this machine.
 
-    Raises InputError for devices of this machine beside a cluster, and for a share of none.
+    Raises InputError for a cluster together with devices of this machine, and for options of a cluster without one.
     """
     share = {"gpus": None, "gpus_per_worker": 1.0, "resource": None}
     if arguments.cluster is None:
         for name, default in share.items():
             if getattr(arguments, name) != default:
-                raise InputError(f"{name}: it is for the machines of a cluster; add --cluster, or leave it out")
+                raise InputError(f"{name}: it is only for a cluster; add --cluster, or leave it out")
         return None
     if arguments.devices is not None:
         raise InputError("devices: got devices of this machine with --cluster; leave one of them out")
@@ -131,12 +130,12 @@ def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
 
 
 def lora_of(text: str) -> tuple[str, float]:
-    """Return file and strength of "file.safetensors=0.8", the strength 1 where none is said."""
+    """Parse "file.safetensors=0.8" to file and strength. The default strength is 1."""
     file, strength = text, 1.0
-    before, said, after = text.rpartition("=")
-    # A name may contain "=", too.
+    before, separator, after = text.rpartition("=")
+    # A file name may contain "=", too.
     with suppress(ValueError):
-        file, strength = (before, float(after)) if said else (text, 1.0)
+        file, strength = (before, float(after)) if separator else (text, 1.0)
     path_of(file)
     return file, strength
 
@@ -157,15 +156,15 @@ def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | No
 
 
 def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
-    """Return the settings. Options that are not set have the defaults of SamplingSettings."""
-    values = {name: value for name, value in vars(arguments).items() if value is not None}
-    chosen = {name: values[name] for name in SamplingSettings._fields if name in values}
-    chosen |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
-    return SamplingSettings(**chosen, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
+    """Return the settings of the options. Options without a value keep the defaults of SamplingSettings."""
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings = {name: options[name] for name in SamplingSettings._fields if name in options}
+    settings |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
+    return SamplingSettings(**settings, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
 def show_scheduler(checkpoint: Checkpoint) -> None:
-    """Write a line if the scheduler that a diffusers folder was saved with has settings that do not exist here."""
+    """Write a line for each setting of a diffusers folder's scheduler that does not exist here."""
     for part in checkpoint.parts:
         if part.kind == "transformer":
             for line in scheduler_of(part).notes:
@@ -173,16 +172,16 @@ def show_scheduler(checkpoint: Checkpoint) -> None:
 
 
 def show_status(text: str) -> None:
-    """Write how the run stands, a line."""
+    """Write a line about the progress of the run."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """Give a function that shows a text in place of the last one, on one line of stderr.
+    """Yield a function that replaces the text on the current line of stderr.
 
-    The line ends with the context, so that an error is on a line of its own.
+    The line ends with the context, so that an error begins on a new line.
     """
     used = False
 

@@ -1,4 +1,4 @@
-"""The blended decode in overlapping tiles, for those who want it: not exact, since every tile has its own attention."""
+"""An alternative decode in blended tiles. It is not exact, because the attention of a tile ends at its edges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def tile_starts(length: int, tile: int, overlap: int) -> list[int]:
-    """Return where tiles begin that cover `length` evenly: all of one size, overlapping by `overlap` or more."""
+    """Return the starts of tiles of the same size that cover `length` evenly and overlap by at least `overlap`."""
     if tile >= length:
         return [0]
     count = 1 + -(-(length - tile) // (tile - overlap))
@@ -22,9 +22,9 @@ def tile_starts(length: int, tile: int, overlap: int) -> list[int]:
 
 
 def ramps(length: int, tile: int, starts: list[int]) -> torch.Tensor:
-    """Return the weight [tiles, length] of each tile at each place: linear where tiles overlap, 1 in all."""
-    place, begin = torch.arange(length).double() + 0.5, torch.tensor(starts).double()[:, None]
-    weights = torch.minimum(place - begin, begin + tile - place).clamp(min=0)
+    """Return the weight [tiles, length] of each tile at each position: linear where tiles overlap, with a sum of 1."""
+    position, begin = torch.arange(length).double() + 0.5, torch.tensor(starts).double()[:, None]
+    weights = torch.minimum(position - begin, begin + tile - position).clamp(min=0)
     return (weights / weights.sum(0)).float()
 
 
@@ -33,7 +33,7 @@ def decode_tiles(
 ) -> Iterator[torch.Tensor]:
     """Yield the pixels [B, 3, n, scale * w] of `latents` [B, 32, h, w], top to bottom.
 
-    `tile` and `overlap` count rows and columns of latents; `scale` is pixels for one of them.
+    `tile` and `overlap` are numbers of latent rows and columns. `scale`: pixels per latent.
     """
     height, width = latents.shape[2:]
     rows, columns = tile_starts(height, tile, overlap), tile_starts(width, tile, overlap)
@@ -44,12 +44,12 @@ def decode_tiles(
     )
     band = torch.zeros(len(latents), 3, scale * size[0], scale * width, device=latents.device)
     for index, top in enumerate(rows):
-        for place, left in enumerate(columns):
+        for column, left in enumerate(columns):
             with Polled(poll):
                 pixels = decoder(latents[:, :, top : top + size[0], left : left + size[1]])
             y, x = slice(scale * top, scale * (top + size[0])), slice(scale * left, scale * (left + size[1]))
-            band[:, :, :, x] += pixels * down[index, y, None] * across[place, x]
-        done = scale * ((rows[index + 1] if index + 1 < len(rows) else height) - top)
-        yield band[:, :, :done].to(latents.dtype)
-        # what the next tiles add to moves up
-        band = torch.cat([band[:, :, done:], torch.zeros_like(band[:, :, :done])], dim=2)
+            band[:, :, :, x] += pixels * down[index, y, None] * across[column, x]
+        finished = scale * ((rows[index + 1] if index + 1 < len(rows) else height) - top)
+        yield band[:, :, :finished].to(latents.dtype)
+        # Move the unfinished rows, which the next tiles overlap, to the top.
+        band = torch.cat([band[:, :, finished:], torch.zeros_like(band[:, :, :finished])], dim=2)

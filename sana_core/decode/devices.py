@@ -2,14 +2,15 @@
 
 In the attention stages, the bands stay on their devices. The sums of each attention block are added on the first
 device, from the top of the image to its bottom, and sent back to all devices. The rows that a band needs beyond its
-edges are copied from its neighbours. The boundary map stays where it was computed, and each device decodes rows of it
-to pixels, which go to the CPU. Sums and strips are the same as on one device, so the pixels are the same too.
+edges are copied from its neighbours. The boundary map stays on the devices that computed it. Each device decodes rows
+of it to pixels, which are copied to the CPU. Sums and strips are the same as on one device, so the pixels are the same
+too.
 
-All work on a device runs in a thread of its worker, so the worker of a failure is known. If memory runs out, the worker
-gets smaller strips. If it has the smallest strips already, or if its device fails, it is dropped: the others compute
-the boundary map again, because a part of it is lost, and decode the rows that are missing. The latents and the pixels
-are on the CPU, so any device may fail. After some driver errors CUDA refuses all work of the process; then all devices
-fail.
+All work on a device runs in a thread of its worker, so every failure can be attributed to a worker. If memory runs out,
+the worker gets smaller strips. If its strips are already the smallest, or if its device fails, it is dropped. The other
+workers then compute the boundary map again, because a part of it is lost, and decode the missing rows. The latents and
+the pixels are on the CPU, so any device may fail. After some driver errors CUDA refuses all work of the process. Then
+all devices fail.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ if TYPE_CHECKING:
 SECONDS = 0.02
 # Seconds without any result after which a GPU hangs. The first strip of a decode builds kernels.
 HANG_TIMEOUT = 300.0
-# Seconds in which a thread ends after a failure. A GPU's longest call takes less.
+# Seconds to wait for a thread to end after a failure. The longest call on a GPU takes less.
 ABORT_TIMEOUT = 30.0
-# Strips that a worker may compute before the first of them is on the CPU, so that its device never waits.
+# Strips that a worker computes ahead, while the first one is copied to the CPU, so that its device never waits.
 AHEAD = 2
 # Share of the free memory that a decode may use, because other programs need some too.
 BUDGET = 0.9
@@ -78,8 +79,10 @@ class Worker:
 
     device: torch.device
     decoder: Decoder
-    first_plan: Plan = Plan("strips")  # within the free memory at the start; each image begins with it
-    plan: Plan = Plan("strips")  # may have smaller strips, after memory ran out
+    # The plan that each image begins with. It fits the free memory at the start.
+    first_plan: Plan = Plan("strips")
+    # The current plan. Its strips are smaller after memory ran out.
+    plan: Plan = Plan("strips")
 
 
 class Failure(NamedTuple):
@@ -101,8 +104,10 @@ class Task:
 
     worker: Worker
     strips: Iterator[torch.Tensor]
-    row: int  # next row of pixels that is not yielded yet
-    bottom: int  # end of the task, a row of the boundary map
+    # The next row of pixels to yield.
+    row: int
+    # End of the task, a row of the boundary map.
+    bottom: int
     failed: bool = False
 
 
@@ -114,18 +119,18 @@ class Workers:
 
     def __init__(self, decoder: Decoder, devices: Sequence[torch.device], events: list[str]) -> None:
         if not devices:
-            raise InputError("devices: got none, expected one or more; leave it out for the VAE's own")
+            raise InputError("devices: got none, expected one or more; leave it out to use the VAE's device")
         self.events = events
         self.living: list[Worker] = []
         # A name without an index means the current device, and cpu:0 is the CPU. Other devices are not touched here.
-        placed = [
+        resolved = [
             torch.empty(0, device=device).device if device.index is None or device.type == "cpu" else device
             for device in devices
         ]
         source = next(decoder.parameters()).device
         copies: dict[torch.device, Decoder] = {}
         errors: list[BaseException] = []
-        for device in dict.fromkeys(placed):
+        for device in dict.fromkeys(resolved):
             try:
                 with current_device(device):
                     copies[device] = decoder if device == source else copy_to(device, decoder)
@@ -135,7 +140,7 @@ class Workers:
                 self.note_left_out(device, release_memory_of(errors[-1], device))
         if not copies:
             raise errors[-1]
-        self.living = [Worker(device, copies[device]) for device in placed if device in copies]
+        self.living = [Worker(device, copies[device]) for device in resolved if device in copies]
 
     def note_left_out(self, device: torch.device, error: BaseException) -> None:
         why = "no room for a copy of the decoder" if is_out_of_memory(error) else type(error).__name__
@@ -156,15 +161,15 @@ class Workers:
             except Exception as error:
                 failures.append(Failure(worker, error))
         self.drop(failures)
-        roomy = [worker for worker in self.living if free[worker] >= floor.peak_bytes]
+        fitting = [worker for worker in self.living if free[worker] >= floor.peak_bytes]
         if max_bytes is None:
             # The free memory is an estimate. If no device has enough, the best one tries the smallest plan.
-            roomy = roomy or [max(self.living, key=lambda worker: free[worker])]
+            fitting = fitting or [max(self.living, key=lambda worker: free[worker])]
             for worker in self.living:
-                if worker not in roomy:
-                    got, least = (int(size) // MEBIBYTE for size in (free[worker], floor.peak_bytes + MEBIBYTE - 1))
-                    self.events.append(f"{worker.device} was left out ({got} MiB are free, {least} MiB are needed)")
-            self.living = roomy
+                if worker not in fitting:
+                    has, needs = (int(size) // MEBIBYTE for size in (free[worker], floor.peak_bytes + MEBIBYTE - 1))
+                    self.events.append(f"{worker.device} was left out ({has} MiB are free, {needs} MiB are needed)")
+            self.living = fitting
         for worker in self.living:
             budget = free[worker] if max_bytes is not None else max(BUDGET * free[worker], floor.peak_bytes)
             worker.first_plan = worker.plan = planner.strips(budget)
@@ -189,18 +194,18 @@ class Workers:
                 release_memory_of(error, worker.device)
                 worker.plan = following
                 words = following.words(planner.stages)
-                self.events.append(f"out of memory on {worker.device}, went on with {words}")
+                self.events.append(f"out of memory on {worker.device}, continued with {words}")
             elif not (broken and is_driver_error(error)):
                 lost.append(Failure(worker, error))
         return lost
 
     def drop(self, failures: list[Failure]) -> None:
-        """Leave the workers of `failures` out. Raises the error of the last one if no worker is left."""
+        """Remove the workers of `failures`. Raises the error of the last one if no worker remains."""
         for worker, error in failures:
             self.living.remove(worker)
             # The copy of the decoder is freed here.
             del worker.decoder
-            # To empty the cache, CUDA waits for the device, and one that hangs never answers.
+            # Emptying the cache of CUDA waits for the device, so a hanging device is skipped.
             release_memory_of(error, torch.device("cpu") if isinstance(error, TimeoutError) else worker.device)
             if not self.living:
                 raise error
@@ -214,10 +219,10 @@ def copy_to(device: torch.device, decoder: Decoder) -> Decoder:
         memo[id(weight)] = torch.nn.Parameter(weight.detach().to(device), requires_grad=False)
     for buffer in decoder.buffers():
         memo[id(buffer)] = buffer.to(device)
-    # deepcopy takes the tensors of the memo instead of copying the originals.
-    twin = copy.deepcopy(decoder, memo)
-    arrange_convolutions(twin)
-    return twin
+    # deepcopy uses the tensors of the memo instead of copying the originals.
+    duplicate = copy.deepcopy(decoder, memo)
+    arrange_convolutions(duplicate)
+    return duplicate
 
 
 def device_error(device: torch.device) -> BaseException | None:
@@ -232,7 +237,7 @@ def device_error(device: torch.device) -> BaseException | None:
 class WorkThread:
     """A thread that does work in the order of its submission.
 
-    A daemon: a thread that hangs in a driver cannot be ended, and must not keep the process alive.
+    It is a daemon, because a thread that hangs in a driver cannot be ended and must not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -246,31 +251,31 @@ class WorkThread:
         return future
 
     def work(self) -> None:
-        while (taken := self.waiting.get()) is not None:
-            settle(*taken)
+        while (job := self.waiting.get()) is not None:
+            settle(*job)
             # Results and errors keep tensors alive.
-            del taken
+            del job
 
 
 def settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Do `work`, and give its result or error to `future`."""
+    """Run `work`, and set its result or error on `future`."""
     try:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
-        # The error has this frame, so they would keep each other alive.
+        # The error refers to this frame, so they would keep each other alive.
         del future
 
 
 class Crew:
     """Two threads for each worker: one computes, the other one copies finished pixels to the CPU.
 
-    A context. At its end, work that has not begun is not done, and work that runs ends at its next `check`.
+    A context manager. At its end, waiting work is dropped, and running work ends at its next `check`.
     """
 
     def __init__(self, workers: list[Worker], poll: Poll) -> None:
         self.poll, self.stopped = poll, threading.Event()
-        # The mode belongs to the thread.
+        # The inference mode is set per thread, so the threads need the caller's.
         self.inference = torch.is_inference_mode_enabled()
         self.has_gpus = any(worker.device.type != "cpu" for worker in workers)
         self.computing = {worker: WorkThread() for worker in workers}
@@ -289,11 +294,11 @@ class Crew:
             thread.thread.join(max(0.0, deadline - time.monotonic()))
 
     def hangs(self, since: float) -> bool:
-        """Whether a GPU hangs, after no result since then. A CPU may take minutes for one."""
+        """Whether a GPU hangs, if the last result came at `since`. A CPU may take minutes for one result."""
         return self.has_gpus and time.monotonic() - since > HANG_TIMEOUT
 
     def hanging(self, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """Stop the work, and return which of `futures` hang."""
+        """Stop the work, and return the futures that hang."""
         self.stopped.set()
         return set(wait(futures, ABORT_TIMEOUT).not_done)
 
@@ -318,11 +323,11 @@ class Crew:
         futures = [self.compute(worker, work) for worker, work in tasks]
         waiting, since = set(futures), time.monotonic()
         while waiting:
-            done, waiting = wait(waiting, SECONDS, FIRST_EXCEPTION)
-            if any(future.exception() for future in done):
+            finished, waiting = wait(waiting, SECONDS, FIRST_EXCEPTION)
+            if any(future.exception() for future in finished):
                 self.stopped.set()
             self.poll()
-            since = time.monotonic() if done else since
+            since = time.monotonic() if finished else since
             if self.hangs(since):
                 stuck = self.hanging(waiting)
                 hanging = [worker for (worker, _), future in zip(tasks, futures, strict=True) if future in stuck]
@@ -343,9 +348,9 @@ def no_answer() -> TimeoutError:
 def shared_rows(
     workers: Workers, planner: Planner, latents: torch.Tensor, report: Json, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, pixels [1, 3, n, W] on the CPU) of `latents` [1, 32, h, w], in the order of their completion.
+    """Yield (first row, pixels [1, 3, n, W] on the CPU) of `latents` [1, 32, h, w], in the order of completion.
 
-    `latents` are on the CPU. `report` gets the plan that the workers end with.
+    `latents` are on the CPU. `report` receives the final plan of the workers.
     """
     stages = planner.stages
     height = latents.shape[2] * stages.scale
@@ -368,14 +373,14 @@ def shared_rows(
             lost = workers.recover(failures, planner)
             failures.clear()
             if lost:
-                # A part of it is on the lost device, whose memory is to be freed.
+                # A part of it is on the lost device, whose memory must be freed.
                 boundary = None
                 workers.drop(lost)
             report.update(workers.largest_plan().report(stages))
 
 
 def divided(rows: list[tuple[int, int]], stride: int, parts: int) -> list[tuple[int, int]]:
-    """Return `rows`, ranges (row of pixels, row of the boundary map), in about `parts` ranges of equal height."""
+    """Split the ranges `rows`, (row of pixels, row of the boundary map), into about `parts` ranges of equal height."""
     size = -(-sum(bottom - top // stride for top, bottom in rows) // parts)
     return [
         (max(top, low * stride), min(low + size, bottom))
@@ -387,11 +392,11 @@ def divided(rows: list[tuple[int, int]], stride: int, parts: int) -> list[tuple[
 def shared_global_stage(workers: list[Worker], stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:
     """Return the boundary map, whose bands are on the devices of `workers`. Raises Failed."""
     first, (height, width), count = workers[0], latents.shape[2:], len(workers)
-    # Whole pieces of the sums, and enough positions that no kernel for a few positions is chosen.
+    # A band has complete pieces of the sums, and enough positions that torch chooses its usual kernels.
     share = max(-(-height // count), -(-FEW_POSITIONS // width))
     # A band with the rows of its neighbours has less than 2^31 elements. A worker may have several bands.
-    most = LARGEST_TENSOR // 2 // (stages.boundary_width * width * stages.scale**2)
-    share = min(-(-share // PIECE), max(1, most // PIECE)) * PIECE
+    limit = LARGEST_TENSOR // 2 // (stages.boundary_width * width * stages.scale**2)
+    share = min(-(-share // PIECE), max(1, limit // PIECE)) * PIECE
 
     with Crew(workers, poll) as crew:
 
@@ -426,13 +431,13 @@ def shared_global_stage(workers: list[Worker], stages: Stages, latents: torch.Te
 
 
 def undivided(worker: Worker, block: torch.nn.Module, bands: RowPartition, scale: int, poll: Poll) -> RowPartition:
-    """Return `block` of a map with few positions, which one device computes."""
+    """Run `block` on one device, because the map has few positions."""
     x = bands.moved(0, bands.height, worker.device)
     return global_block(block, x, None, scale, Workspace(x.parts[0], worker.plan.workspace), poll)
 
 
 def extended(bands: RowPartition, index: int, reach: int, device: torch.device) -> tuple[RowPartition, range]:
-    """Return band `index` with `reach` rows of its neighbours, on `device`, and the rows of it that are the band."""
+    """Return band `index` with `reach` rows of its neighbours, on `device`, and the range of the band's rows in it."""
     start, stop = bands.edges[index], bands.edges[index + 1]
     low, high = max(0, start - reach), min(bands.height, stop + reach)
     return RowPartition([bands.rows(low, high, device)]), range(start - low, stop - low)
@@ -446,7 +451,7 @@ def shared_attention(
     on_each: Callable,
     poll: Poll,
 ) -> RowPartition:
-    """Return an attention block of `bands`. `blocks` are its copies on the devices of the workers."""
+    """Run an attention block on `bands`. `blocks` are its copies on the devices of the workers."""
     first = next(iter(blocks))
     reach = halo(blocks[first].attn) + GLU_HALO
 
@@ -474,7 +479,7 @@ def shared_attention(
 def convolved_band(
     blocks: dict[Worker, torch.nn.Module], bands: RowPartition, scale: int, poll: Poll, worker: Worker, band: int
 ) -> torch.Tensor:
-    """Return band `band` of a block of convolutions. `blocks` are its copies on the devices of the workers."""
+    """Run a block of convolutions on band `band`. `blocks` are its copies on the devices of the workers."""
     # Two convolutions, or one that upsamples, read two rows beyond the band.
     x, rows = extended(bands, band, 2, worker.device)
     block, strip = blocks[worker], (worker.plan.attention_rows or PIECE) * scale
@@ -497,7 +502,7 @@ def shared_local_stage(
         since = time.monotonic()
         while True:
             busy = {task.worker for task in (*computing.values(), *copying.values())}
-            # After a failure nobody begins a new range: its rows of the boundary map may be on the failed device.
+            # After a failure no worker begins a new range, because its boundary map may be on the failed device.
             for worker in [worker for worker in workers if worker not in busy][: 0 if failures else len(missing)]:
                 top, bottom = missing.pop(0)
                 strips = range_rows(worker, stages, boundary, top, bottom, crew.check)
@@ -507,19 +512,19 @@ def shared_local_stage(
                 return failures
             poll()
             running: list[Future] = [*copying, *computing]
-            done = wait(running, SECONDS, FIRST_COMPLETED).done
-            if not done and crew.hangs(since):
+            finished = wait(running, SECONDS, FIRST_COMPLETED).done
+            if not finished and crew.hangs(since):
                 stuck = crew.hanging(running)
                 tasks: dict[Future[Any], Task] = {**copying, **computing}
                 missing += [(task.row, task.bottom) for task in set(tasks.values()) if not task.failed]
                 hanging = {tasks[future].worker for future in running if future in stuck}
                 return failures + [Failure(worker, no_answer()) for worker in hanging]
             # Finished futures in the order in which they were submitted.
-            for future in [future for future in running if future in done]:
+            for future in [future for future in running if future in finished]:
                 copied = future in copying
                 task, error = copying.pop(future) if copied else computing.pop(future), future.exception()
                 if task.failed:
-                    # Strips that were computed ahead. The rows before them are missing.
+                    # A strip that was computed ahead. The rows before it are missing.
                     continue
                 if error is not None:
                     task.failed = True
@@ -536,7 +541,7 @@ def shared_local_stage(
                     copying[crew.copy_to_cpu(task.worker, pixels)] = task
                     computing[crew.compute(task.worker, partial(next, task.strips, None))] = task
             # The consumer of the rows may have taken long.
-            since = time.monotonic() if done else since
+            since = time.monotonic() if finished else since
 
 
 def range_rows(

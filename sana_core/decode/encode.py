@@ -1,4 +1,4 @@
-"""Pixels to latents: the decoder's way back, exact in strips of rows."""
+"""The exact encode of images to latents, in strips of rows: the reverse of the decode."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def encode_images(
     *,
     poll: Poll = no_poll,
 ) -> torch.Tensor:
-    """Return latents [B, 32, H / 32, W / 32] in the autoencoder's own scale of `images` [B, 3, H, W] in [-1, 1].
+    """Return the latents [B, 32, H / 32, W / 32] of `images` [B, 3, H, W] in [-1, 1], in the autoencoder's scale.
 
-    The images may be on another device; strips of them go to the autoencoder's. "strips" and "whole" give the same
-    latents, "auto" fits `max_bytes` or what is free. Raises InputError for images of other channels or with NaN, a
-    side that is not a multiple of 32, an unknown method, or a budget that no plan fits.
+    The images may be on another device. Strips of them are copied to the autoencoder's device. "strips" and "whole"
+    give the same latents, "auto" is the fastest plan within `max_bytes`, by default 90 % of the free memory. Raises
+    InputError for images of other channels or with NaN, a side that is not a multiple of 32, an unknown method, or a
+    budget that no plan fits.
     """
     stages = encoder_stages(autoencoder)
     check_images(images, stages)
@@ -52,12 +53,12 @@ def encode_images(
         if method == "whole"
         else planner.strips(free_bytes(like.device) * BUDGET if max_bytes is None else max_bytes)
     )
-    latents = [encode_one(autoencoder.encoder, stages, planner, plan, one[None], like, poll) for one in images]
+    latents = [encode_one(autoencoder.encoder, stages, planner, plan, image[None], like, poll) for image in images]
     return torch.cat(latents)
 
 
 def check_images(images: torch.Tensor, stages: Stages) -> None:
-    """Raise InputError for anything but images [B, 3, H, W] of finite values whose sides can be latents."""
+    """Raise InputError unless `images` are [B, 3, H, W], finite, and with sides that are multiples of the downscale."""
     shape, side = list(images.shape), stages.downscale
     if len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
         raise InputError(
@@ -70,7 +71,7 @@ def check_images(images: torch.Tensor, stages: Stages) -> None:
 def encode_one(
     encoder: Encoder, stages: Stages, planner: Planner, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
-    """Return the latents of one image, with half the budget each time that memory runs out."""
+    """Return the latents of one image. Each time that memory runs out, retry with half the budget."""
     if plan.method == "whole":
         with Polled(poll):
             return encoder(channels_last(image, like))
@@ -81,9 +82,9 @@ def encode_one(
 def in_strips(
     encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, like: torch.Tensor, poll: Poll
 ) -> torch.Tensor:
-    """Return the latents of one image as `plan` says, with the device and dtype of `like`."""
+    """Return the latents of one image according to `plan`, with the device and dtype of `like`."""
     workspace = Workspace(like, plan.workspace)
-    # with no name here, which would keep the map until the end
+    # Without a name, which would keep the boundary map alive until the end.
     return last_layers(
         encoder, boundary_map(encoder, stages, plan, image, workspace, poll), stages, plan, workspace, poll
     )
@@ -96,7 +97,7 @@ def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> list[Layer]:
     """Return the layers from pixels to the map before the first attention stage."""
     layers: list[Layer] = []
-    # where nothing runs at the size of the image, what halves it comes first
+    # `conv_in` keeps the image's resolution, or halves it if the first stage has no blocks.
     for block in (encoder.conv_in, *(block for stage in range(stages.local) for block in encoder.down_blocks[stage])):
         plain = isinstance(block, torch.nn.Conv2d)
         layers.append(StreamedConv(block, size) if plain else local_layer(block, size))
@@ -107,7 +108,7 @@ def local_layers(encoder: Encoder, stages: Stages, size: tuple[int, int]) -> lis
 def boundary_map(
     encoder: Encoder, stages: Stages, plan: Plan, image: torch.Tensor, workspace: Workspace, poll: Poll
 ) -> RowPartition:
-    """Return the map [1, C, H / 8, W / 8] that the local layers make of `image`, in strips and panels of `plan`."""
+    """Run the local layers on `image` in strips and panels of `plan`. Returns the boundary map [1, C, H / 8, W / 8]."""
     stride = stages.stride
     height, width = image.shape[2] // stride, image.shape[3] // stride
     boundary = empty_partition(workspace.memory.new_empty(1), stages.boundary_width, height, width)
@@ -116,19 +117,19 @@ def boundary_map(
         layers, top, workspace.used = local_layers(encoder, stages, (image.shape[2], image.shape[3])), 0, 0
         for first, last in chunks(height, plan.rows):
             pixels = image[:, :, first * stride : last * stride, begin * stride : end * stride]
-            done = run(layers, workspace.put(pixels), last == height, workspace, poll).rows
-            boundary.write(top, left, done[..., left - begin : right - begin])
-            top += done.shape[2]
+            rows = run(layers, workspace.put(pixels), last == height, workspace, poll).rows
+            boundary.write(top, left, rows[..., left - begin : right - begin])
+            top += rows.shape[2]
     return boundary
 
 
 def last_layers(
     encoder: Encoder, boundary: RowPartition, stages: Stages, plan: Plan, workspace: Workspace, poll: Poll
 ) -> torch.Tensor:
-    """Return the latents of the boundary map."""
+    """Run the attention stages and the last convolution. Returns the latents."""
     for stage in range(stages.local, len(stages.widths)):
         for block in encoder.down_blocks[stage]:
-            # a downsampling block is counted to the stage before it
+            # A downsampling block belongs to the stage before it, with the finer resolution.
             boundary = global_block(block, boundary, plan.attention_rows, stages.downscale // 2**stage, workspace, poll)
     x = boundary.rows(0, boundary.height)
     latents = encoder.conv_out(x)

@@ -1,4 +1,4 @@
-"""What lies between the convolutions of a strip on accelerators: one kernel each, or a few operations of torch."""
+"""Norms, activations and gates of strips on accelerators: one kernel each, or else a few operations of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ACTIVATIONS = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", torch.nn.Identity: 
 
 
 def fuses(x: torch.Tensor, activation: torch.nn.Module | None = None, kernel: str = "channels") -> bool:
-    """Whether `kernel` takes channels-last maps like `x`, followed by `activation`."""
+    """Whether `kernel` can run on the device and dtype of `x`, and can apply `activation`."""
     return type(activation or torch.nn.Identity()) in ACTIVATIONS and kernel in kernels_on(x.device, x.dtype)
 
 
@@ -24,7 +24,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 def norm_into(
     out: torch.Tensor, x: torch.Tensor, norm: Any, residual: torch.Tensor | None, activation: torch.nn.Module | None
 ) -> None:
-    """Write `x` [1, C, n, W], normalised over its channels, plus `residual`, activated, into `out`; x is used up."""
+    """Write activation(norm(`x`) + `residual`) into `out`. `x` [1, C, n, W] is overwritten."""
     rows, target = flat(x[0]), flat(out[0])
     added = None if residual is None else flat(residual[0])
     if fuses(x, activation) and rows.is_contiguous() and (added is None or added.is_contiguous()):
@@ -41,7 +41,7 @@ def norm_into(
 
 
 def norm_rows_(rows: torch.Tensor, norm: Any) -> None:
-    """As diffusers' RMSNorm over `rows` [N, C], in place, without copies in float32."""
+    """Apply diffusers' RMSNorm to `rows` [N, C] in place, without a copy in float32."""
     scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.square_().div_(rows.shape[1]).add_(norm.eps).rsqrt_()
     rows.mul_(scale)
@@ -52,7 +52,7 @@ def norm_rows_(rows: torch.Tensor, norm: Any) -> None:
 
 
 def bias_into(x: torch.Tensor, bias: torch.Tensor, activation: torch.nn.Module, out: torch.Tensor) -> None:
-    """Write `x` [B, C, n, W] plus `bias` [C], activated, into `out`, rows of another map. For what `fuses`."""
+    """Write activation(`x` [B, C, n, W] + `bias` [C]) into `out`. Requires `fuses(x, activation)`."""
     from ..kernels.channels import add_bias
 
     for image in range(len(x)):
@@ -60,7 +60,7 @@ def bias_into(x: torch.Tensor, bias: torch.Tensor, activation: torch.nn.Module, 
 
 
 def gated_depthwise(window: torch.Tensor, depth: torch.nn.Conv2d) -> torch.Tensor:
-    """Return value * silu(gate) of the depthwise convolution `depth` of silu(`window`) [B, 2 C, n + 2, W]."""
+    """Apply silu, the depthwise convolution `depth` and value * silu(gate) to `window` [B, 2 C, n + 2, W]."""
     from ..kernels.gated_depthwise import silu_depthwise_gate
 
     maps = window.permute(0, 2, 3, 1).contiguous()

@@ -41,13 +41,13 @@ class OomRetry:
 
     def __init__(self, planner: Planner, plan: Plan, report: dict[str, Any]) -> None:
         self.planner, self.plan, self.report = planner, plan, report
-        self.made: Workspace | None = None
+        self.allocated: Workspace | None = None
 
     def workspace(self, like: torch.Tensor) -> Workspace:
         """Return the workspace of the plan. It is allocated once per plan."""
-        if self.made is None:
-            self.made = Workspace(like, self.plan.workspace)
-        return self.made
+        if self.allocated is None:
+            self.allocated = Workspace(like, self.plan.workspace)
+        return self.allocated
 
     def shrink(self, failures: list[BaseException]) -> None:
         """Take half the budget after the one error in `failures`, and empty the list.
@@ -55,7 +55,7 @@ class OomRetry:
         Raises the error if memory was not the reason, or if there is no smaller plan. The error is in a list, because a
         frame that refers to its own error keeps all tensors alive until the garbage collector runs.
         """
-        self.made = None
+        self.allocated = None
         if not is_out_of_memory(failures[0]):
             raise failures.pop()
         release_memory_of(failures[0])
@@ -65,7 +65,7 @@ class OomRetry:
         failures.clear()
         self.plan = following
         self.report.update(following.report(self.planner.stages))
-        self.report["events"].append(f"out of memory, went on with {self.report['plan']}")
+        self.report["events"].append(f"out of memory, continued with {self.report['plan']}")
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Each time that memory runs out, it starts again with half the budget."""
@@ -74,7 +74,7 @@ class OomRetry:
                 return work()
             except Exception as error:
                 failures: list[BaseException] = [error]
-            # Outside the handler, which would keep the tensors of the failed work alive.
+            # Not in the handler, because the error would keep the tensors of the failed work alive.
             self.shrink(failures)
 
     def global_stage(self, decoder: Decoder, stages: Stages, latents: torch.Tensor, poll: Poll) -> RowPartition:

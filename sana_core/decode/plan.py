@@ -1,8 +1,8 @@
-"""Plans of a decode, and their memory, computed from the shapes before anything is allocated.
+"""Chooses how an image is decoded, and predicts the peak memory of the decode before anything is allocated.
 
-Byte counts exclude weights, latents and output, and cuDNN's workspace. Leave some free memory when you choose a budget.
-benchmarks/decode.json compares the counts with real decodes, and benchmarks/accelerator_counts.json with the
-allocations on accelerators.
+Byte counts exclude weights, latents and output. They are compared with real decodes in benchmarks/decode.json, and with
+the allocations on accelerators in benchmarks/accelerator_counts.json. They also exclude the workspace of cuDNN, which
+uses less if less is free. The caller should therefore leave some of the free memory out of the budget.
 """
 
 from __future__ import annotations
@@ -23,43 +23,51 @@ from .workspace import COPIES, CPU_PIECE, LayerShape, WorkspaceSize, buffer_elem
 UNBOUNDED = ("whole", "tiles")  # methods without a budget
 METHODS = ("auto", "strips", "tiles", "whole")
 LARGEST_BUDGET = 1024.0  # GB
-# Rows of pixels in a strip, the preferred first. On a CPU a strip should fit into the caches. On an accelerator kernels
-# should be large.
+
+# Heights of a strip in pixels, the preferred one first. On a CPU, strips should fit into the caches. On an accelerator
+# they should be large, to fill its kernels.
 CPU_ROWS = (64, 32, 16, 8)
 ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
-# Rows of latents that the attention stages process at a time. None: one attention sum over all rows, which is
-# bit-identical to diffusers on a CPU. More rows than PIECE take more memory there and are not faster.
+
+# Latent rows that the attention stages process at a time, the preferred number first. None means that the attention is
+# summed over all rows at once, which on a CPU is bit-identical to diffusers. On a CPU, more rows than PIECE are not
+# faster, but make the allocator hold more memory.
 CPU_ATTENTION_ROWS = (None, PIECE)
-# Up to this number of latent cells, None is the fastest on a CPU: at 512 px, but not at 1024 px (decode.json).
-WHOLE_ATTENTION_CELLS = 512
 ACCELERATOR_ATTENTION_ROWS = (16, 8, 4, PIECE)
-# Memory of an undivided decode, as a multiple of one map: the boundary map for the attention stages, and the finest map
-# for the local stages.
+# Up to this many latent positions, None is also the fastest choice on a CPU: at 512 px, but not at 1024 px
+# (benchmarks/decode.json).
+WHOLE_ATTENTION_POSITIONS = 512
+
+# Peak memory of the undivided decode, as a multiple of the largest map of the attention stages or of the local stages.
 UNDIVIDED_ATTENTION = 25
 UNDIVIDED_LOCAL = {torch.float32: 5.1, torch.bfloat16: 6.0, torch.float16: 6.0}
 UNDIVIDED_SHUFFLE = {torch.float32: 4.5, torch.bfloat16: 6.0, torch.float16: 6.0}
-# Decoders without attention: memory of the first map and its inputs, as a multiple of the map.
-FIRST_MAPS = 3
-# CPU only: bytes of oneDNN's code and buffers, and of a few small tensors.
-ONCE = 15 * 10**6
-ALIGNED = 64  # elements
+# A decoder without attention computes its boundary map with one convolution, at a peak of this many such maps.
+FIRST_CONVOLUTION_MAPS = 3
+# On a CPU, oneDNN allocates its code and buffers once per process. A few small tensors are included.
+ONEDNN_BYTES = 15 * 10**6
+
+# Buffers begin at multiples of this many elements, which is an aligned address for every dtype.
+ALIGNMENT = 64
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of `method`, and its predicted peak of memory."""
+    """How to decode an image, and the predicted peak memory."""
 
+    # "strips", "tiles" or "whole".
     method: str
-    # Rows of the boundary map per strip.
+    # Strips: height of a strip, in rows of the boundary map.
     rows: int = 0
-    # Columns of the boundary map per panel. None: all.
+    # Strips: width of a panel, in columns of the boundary map. None: the full width.
     columns: int | None = None
-    # Rows of latents that the attention processes at a time. None: one sum over all rows.
+    # Strips: latent rows that the attention stages process at a time. None: all of them.
     attention_rows: int | None = None
-    # Rows and columns of latents per tile, and their overlap.
+    # Tiles: side and overlap of a tile, in latent rows and columns.
     tile: int = 0
     overlap: int = 0
+    # Predicted peak memory, see the module's docstring.
     peak_bytes: int = 0
     workspace: WorkspaceSize = WorkspaceSize(0, 0, 0)
     # Elements of the largest tensor.
@@ -70,7 +78,7 @@ class Plan:
         return StripSize(self.rows, self.columns)
 
     def words(self, stages: Stages) -> str:
-        """Return the plan as text for the user."""
+        """Describe the plan for users."""
         if self.method == "whole":
             return "whole"
         if self.method == "tiles":
@@ -83,33 +91,39 @@ class Plan:
         return f"{strips}; attention {attention}"
 
     def report(self, stages: Stages) -> dict[str, object]:
-        """Return the entries of a decode's report about the plan."""
+        """Return the entries of the plan in a decode report."""
         return {"method": self.method, "plan": self.words(stages), "predicted_bytes": self.peak_bytes}
 
 
 class Demand(NamedTuple):
-    """The memory that a stage needs, in elements."""
+    """Memory of a part of the decode, in elements of the dtype."""
 
-    buffer: int  # size of each of the workspace's two buffers
-    kept: int  # in the part of the workspace that keeps rows between strips
-    beside: float  # outside the workspace
-    largest: int  # the largest tensor
+    # Each of the two buffers of the workspace.
+    buffer: int
+    # Rows that layers carry in the workspace from one strip to the next.
+    carried: int
+    # Peak of all tensors outside the workspace.
+    beside: float
+    # The largest tensor.
+    largest: int
 
 
 def layer_shapes(stages: Stages) -> list[LayerShape]:
     """Return the shapes of the layers between the boundary map and the pixels, in the order in which they run."""
-    # An empty stage has only the convolution between RGB and the coarser stage.
+    # A stage without layers only has the convolution between RGB and the next coarser stage, hence 3 channels.
     widths = [width if layers else 3 for width, layers in zip(stages.widths, stages.layers, strict=True)]
+    # From the finest stage to the coarsest, which is the order of an encoder.
     shapes = [LayerShape(widths[0], 3, 3, carried=2)] if stages.layers[0] else []
-    for stage, (inner, outer) in enumerate(itertools.pairwise([*widths[: stages.local], stages.boundary_width])):
-        shapes += [LayerShape(inner, inner, inner, carried=4)] * stages.layers[stage]
+    for stage, (fine, coarse) in enumerate(itertools.pairwise([*widths[: stages.local], stages.boundary_width])):
+        shapes += [LayerShape(fine, fine, fine, carried=4)] * stages.layers[stage]
         if stage == stages.boundary_stage:
             break
         if stages.encodes:
-            shapes.append(LayerShape(inner, outer, outer, 0.5, 3))
+            shapes.append(LayerShape(fine, coarse, coarse, 0.5, 3))
+        elif stages.shuffles:
+            shapes.append(LayerShape(coarse, fine, 4 * fine, 2, 2))
         else:
-            made, carried = (4 * inner, 2) if stages.shuffles else (inner, 1)
-            shapes.append(LayerShape(outer, inner, made, 2, carried, not stages.shuffles))
+            shapes.append(LayerShape(coarse, fine, fine, 2, 1, interpolates=True))
     if not stages.encodes:
         shapes.reverse()
     elif stages.layers[0]:
@@ -120,108 +134,138 @@ def layer_shapes(stages: Stages) -> list[LayerShape]:
 def local_demand(
     stages: Stages, height: int, width: int, strip: StripSize, accelerator: bool, buffer: int = 0
 ) -> Demand:
-    """Return the memory of the local layers for a boundary map of `height` x `width`. `buffer`: smallest buffer size.
+    """Return the memory of the local layers for a boundary map of `height` x `width`.
 
-    Each panel has a halo on both sides and keeps its own rows between strips.
+    `buffer` is the minimum size of a workspace buffer.
     """
-    panels, panel = 1, width
+    panels, panel_width = 1, width
     if strip.columns is not None:
-        panels, panel = -(-width // strip.columns), min(width, strip.columns + 2 * stages.halo)
+        # A panel has a halo on both sides, and its layers carry their own rows.
+        panels, panel_width = -(-width // strip.columns), min(width, strip.columns + 2 * stages.halo)
     rows = stages.strip_rows(min(strip.rows, height))
-    pixels = 2 * 3 * rows * stages.stride * width * stages.stride
     if stages.encodes:
-        rows, panel, pixels = (rows + 1) * stages.stride + stages.rows_above, panel * stages.stride, 0
-    shapes, passing, carried = layer_shapes(stages), 0, 0
-    buffer = max(buffer, buffer_elements(shapes, stages.rows_above, rows, panel))
+        # The first layer of an encoder reads pixels instead of the boundary map.
+        rows, panel_width = (rows + 1) * stages.stride + stages.rows_above, panel_width * stages.stride
+        finished_pixels = 0
+    else:
+        # Two copies of the RGB pixels of a strip.
+        finished_pixels = 2 * 3 * rows * stages.stride * width * stages.stride
+    shapes = layer_shapes(stages)
+    buffer = max(buffer, buffer_elements(shapes, stages.rows_above, rows, panel_width))
+    piece = piece_elements(buffer, accelerator)
+    temporary, carried = 0, 0
     for shape in shapes:
-        passing = max(passing, shape.passing(rows, panel, piece_elements(buffer, accelerator), accelerator))
-        carried += shape.carried * shape.inner * panel
-        rows, panel = int(rows * shape.scale), int(panel * shape.scale)
-    return Demand(buffer, panels * carried, passing + pixels, 2 * buffer + panels * carried)
+        temporary = max(temporary, shape.passing(rows, panel_width, piece, accelerator))
+        carried += shape.carried * shape.inner * panel_width
+        rows, panel_width = int(rows * shape.scale), int(panel_width * shape.scale)
+    # The workspace is a single tensor, and larger than any other.
+    return Demand(buffer, panels * carried, temporary + finished_pixels, 2 * buffer + panels * carried)
 
 
-def global_demand(stages: Stages, height: int, width: int, rows: int | None, item: int, accelerator: bool) -> Demand:
+def global_demand(
+    stages: Stages, height: int, width: int, attention_rows: int | None, item_size: int, accelerator: bool
+) -> Demand:
     """Return the memory of the attention stages for a boundary map of `height` x `width`.
 
-    `rows`: rows of latents at a time, or None. `item`: bytes of an element.
+    `attention_rows` is as in `Plan`, and `item_size` is the number of bytes per element. Changes of resolution between
+    stages are not included, see `resampled_elements`.
     """
-    buffer, beside, largest = 0, 0.0, 0
     if not stages.attends:
         return Demand(0, 0, 0, stages.boundary_width * height * width)
+    fp32 = 4 / item_size  # elements that a number in fp32 takes
+    buffer, beside, largest = 0, 0.0, 0
     for stage in range(stages.local, len(stages.widths)):
         channels, step = stages.widths[stage], 2 ** (stage - stages.local)
         h, w = height // step, width // step
-        high = min(h, max((rows or PIECE) * stages.downscale // 2**stage, 0 if rows else -(-FEW_POSITIONS // w)))
-        row, whole, own = channels * w, channels * h * w, 1 if stages.encodes else 2
-        windows = [8 * (high + 6) * row, 2 * (h + 6) * row if rows is None else 0]
-        # A strip, and the map that it is upsampled to.
-        layer = own * (stages.rows_above + own * high + 2) * row
-        buffer = max(buffer, -(-max(windows) // 2), layer)
-        # The blocks change the map in place.
-        summed = (h if rows is None else high) * row
-        # The last term is the joined weights of key and value.
-        held = attention_elements(stages.scales, summed, (high + 3) * row, item, accelerator) + 2 * channels**2
-        beside = max(beside, whole + held)
-        largest = max(largest, *windows)
-    # `kept`: rows of keys, values and queries, and of the gated feed-forward.
-    return Demand(buffer, 24 * stages.boundary_width * width, beside, largest)
+        row = channels * w
+        latent_row = stages.downscale // 2**stage  # rows of this stage per latent row
+        if attention_rows is None:
+            strip_rows = min(h, max(PIECE * latent_row, -(-FEW_POSITIONS // w)))
+            summed = h * row
+            # The window of keys and values.
+            projection_window = 2 * (h + 6) * row
+        else:
+            strip_rows = min(h, attention_rows * latent_row)
+            summed = strip_rows * row
+            projection_window = 0
+        # The window of the gated feed-forward.
+        gated_window = 8 * (strip_rows + 6) * row
+        # A strip with the rows above it. A decoder upsamples it to twice the rows, each of at most twice the elements.
+        factor = 1 if stages.encodes else 2
+        strip = factor * (stages.rows_above + factor * strip_rows + 2) * row
+        # A window may extend over both buffers.
+        buffer = max(buffer, -(-max(gated_window, projection_window) // 2), strip)
+        largest = max(largest, gated_window, projection_window)
+        # First pass of the attention: keys and values of all scales are summed. All scales but one are in the dtype.
+        # The keys and values of that one are copied to fp32, and its values once more to append a row of ones. In fp32
+        # on a CPU only the second copy is made.
+        fp32_copies = 1 if fp32 == 1 and not accelerator else 3
+        first_pass = summed * (2 * (stages.scales - 1) + fp32_copies * fp32)
+        block_rows = (strip_rows + 3) * row
+        if accelerator:
+            # Second pass: queries and results of all scales in fp32, or the maps of the gated feed-forward.
+            second_pass = block_rows * max(1 + 2.03 * stages.scales * fp32, 7)
+        else:
+            # On a CPU, a convolution computes only a piece of its output at a time.
+            piece = min(8 * block_rows, CPU_PIECE)
+            first_pass += piece
+            second_pass = max(6 * block_rows, 3 * block_rows + 1.7 * piece)
+        # The weights of keys and values are copied into one matrix.
+        attention = max(first_pass, second_pass) + 2 * channels**2
+        # A block changes the map of the stage in place, so there is only one.
+        stage_map = channels * h * w
+        beside = max(beside, stage_map + attention)
+    # Both passes carry rows of keys, values, queries and gated maps from one strip to the next.
+    carried = 24 * stages.boundary_width * width
+    return Demand(buffer, carried, beside, largest)
 
 
-def resampled_elements(stages: Stages, height: int, width: int, rows: int, buffer: int, accelerator: bool) -> int:
-    """Return the elements outside the workspace while a map of the attention stages changes its resolution.
+def resampled_elements(
+    stages: Stages, height: int, width: int, attention_rows: int, buffer: int, accelerator: bool
+) -> int:
+    """Return the peak outside the workspace while the attention stages change the resolution of their map.
 
-    These are the maps of both resolutions and the temporary tensors of the convolution. `buffer`: elements of each of
-    the workspace's two buffers.
+    `buffer` is the size of a workspace buffer, the other arguments are as in `global_demand`.
     """
-    most, piece = 0, piece_elements(buffer, accelerator)
+    peak, piece = 0, piece_elements(buffer, accelerator)
     for stage in range(stages.local, len(stages.widths) - 1):
         fine, coarse = stages.widths[stage : stage + 2]
-        step, high = 2 ** (stage - stages.local), rows * stages.downscale // 2**stage
+        step, strip_rows = 2 ** (stage - stages.local), attention_rows * stages.downscale // 2**stage
         h, w = height // step, width // step
-        maps = fine * h * w + coarse * (h // 2) * (w // 2)
+        both_maps = fine * h * w + coarse * (h // 2) * (w // 2)
         if stages.encodes:
-            passing = LayerShape(fine, coarse, coarse, 0.5).passing(high, w, piece, accelerator)
+            temporary = LayerShape(fine, coarse, coarse, 0.5).passing(strip_rows, w, piece, accelerator)
         else:
             shape = LayerShape(coarse, fine, fine, 2, interpolates=not stages.shuffles)
-            passing = shape.passing(high, w // 2, piece, accelerator)
-        most = max(most, maps + passing)
-    return most
-
-
-def attention_elements(scales: int, summed: int, strip: int, item: int, accelerator: bool) -> float:
-    """Return the elements that an attention block holds outside its map and the workspace.
-
-    It sums `summed` elements at once, and then computes its output for `strip` elements at a time.
-    """
-    fp32 = 4 / item
-    # Keys and values of each further scale. One scale is in fp32, and its values have a row of ones.
-    sums = summed * (2 * (scales - 1) + (1 if fp32 == 1 and not accelerator else 3) * fp32)
-    if accelerator:
-        # Queries and outputs of all scales in fp32, or the gated feed-forward.
-        return max(sums, strip * max(1 + 2.03 * scales * fp32, 7))
-    piece = min(8 * strip, CPU_PIECE)
-    return max(sums + piece, 6 * strip, 3 * strip + 1.7 * piece)
+            temporary = shape.passing(strip_rows, w // 2, piece, accelerator)
+        peak = max(peak, both_maps + temporary)
+    return peak
 
 
 def whole_demand(stages: Stages, height: int, width: int, dtype: torch.dtype, accelerator: bool) -> Demand:
-    """Return the memory of an undivided decode for a boundary map of `height` x `width`."""
+    """Return the memory of the undivided decode for a boundary map of `height` x `width`."""
     pixels = height * width * stages.stride**2
     if stages.shuffles and not stages.layers[0]:
-        # The finest map has half the image's resolution. The last upsampling also has a map of this size.
-        finest = stages.widths[1] * pixels / 4
-        pairs = zip(stages.widths[1:], stages.widths[2:], strict=False)
-        weights = 0 if accelerator else max(9 * COPIES * above * 4 * channels for channels, above in pairs)
-        return Demand(0, 0, max(UNDIVIDED_SHUFFLE[dtype] * finest, weights), int(finest))
-    finest = stages.widths[0] * pixels
+        # The finest stage has no layers, so the largest map is the one of the next stage, at half the resolution. The
+        # convolution of the last upsampling has an output of the same size.
+        finest_map = stages.widths[1] * pixels / 4
+        if accelerator:
+            reordered_weights = 0
+        else:
+            # oneDNN reorders the weights of the upsampling convolutions.
+            pairs = zip(stages.widths[1:], stages.widths[2:], strict=False)
+            reordered_weights = max(9 * COPIES * coarse * 4 * fine for fine, coarse in pairs)
+        return Demand(0, 0, max(UNDIVIDED_SHUFFLE[dtype] * finest_map, reordered_weights), int(finest_map))
+    finest_map = stages.widths[0] * pixels
     attention = UNDIVIDED_ATTENTION * stages.boundary_width * height * width if stages.attends else 0
-    return Demand(0, 0, max(UNDIVIDED_LOCAL[dtype] * finest, attention), stages.widths[1] * pixels)
+    return Demand(0, 0, max(UNDIVIDED_LOCAL[dtype] * finest_map, attention), stages.widths[1] * pixels)
 
 
 class Planner:
-    """Plans for one image of `height` x `width` rows and columns of latents, the fastest first.
+    """Finds plans for one image of `height` x `width` latents.
 
-    `same_bits`: prefer plans with the bits of diffusers to faster plans. If several devices share an image, each of
-    them needs at most the memory of a single device.
+    With `same_bits`, plans that are bit-identical to diffusers come before faster ones. If several devices decode the
+    image together, none of them needs more memory than a single device would.
     """
 
     def __init__(
@@ -234,11 +278,12 @@ class Planner:
         same_bits: bool = False,
     ) -> None:
         self.stages, self.dtype, self.accelerator = stages, dtype, accelerator
-        self.whole_attention = same_bits or height * width <= WHOLE_ATTENTION_CELLS
+        self.whole_attention = same_bits or height * width <= WHOLE_ATTENTION_POSITIONS
+        # Rows and columns of the boundary map.
         self.height, self.width = height * stages.scale, width * stages.scale
 
     def strips(self, max_bytes: float) -> Plan:
-        """Return the fastest plan in strips within `max_bytes`. Raises InputError if no plan fits."""
+        """Return the fastest plan in strips within `max_bytes`. Raises InputError if there is none."""
         plan = self.fitting(max_bytes)
         if plan is None:
             floor = self.floor().peak_bytes
@@ -250,56 +295,70 @@ class Planner:
         return plan
 
     def fitting(self, max_bytes: float) -> Plan | None:
+        """Return the fastest plan in strips within `max_bytes`, or None."""
         return next((plan for plan in self.plans() if plan.peak_bytes <= max_bytes), None)
 
     def floor(self) -> Plan:
-        """Return the plan with the smallest peak. Of several, it is the fastest."""
+        """Return the plan in strips that needs the least memory, and the fastest one if there are several."""
         return min(self.plans(), key=lambda plan: plan.peak_bytes)
 
     def plans(self) -> Iterator[Plan]:
         """Yield all plans in strips, the fastest first."""
-        own = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]
-        heads = ACCELERATOR_ATTENTION_ROWS if self.accelerator else own
-        sizes = list(self.strip_sizes())
-        # Accelerators prefer large strips to more attention rows. CPUs prefer the attention with the bits of diffusers.
-        pairs = itertools.product(sizes, heads) if self.accelerator else ((b, a) for a in heads for b in sizes)
-        found = (self.of(strip, head) for strip, head in pairs)
-        yield from (plan for plan in found if plan.largest < LARGEST_TENSOR)
+        stages = self.stages
+        smallest = stages.strip_rows(1) * stages.stride
+        pixel_rows = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
+        heights = [rows // stages.stride for rows in pixel_rows if rows >= smallest]
+        sizes = [StripSize(rows, None) for rows in heights]
+        # Panels cost a halo on each side, so they come after full rows, and only with the smallest heights.
+        columns = self.width // 2
+        while columns >= 2 * stages.halo:
+            sizes += [StripSize(rows, columns) for rows in heights[-4:]]
+            columns //= 2
+
+        candidates: Iterator[tuple[StripSize, int | None]]
+        if self.accelerator:
+            # Large strips are more important for the speed than many attention rows.
+            candidates = itertools.product(sizes, ACCELERATOR_ATTENTION_ROWS)
+        else:
+            # Bit-identical attention is more important than large strips.
+            attention_rows = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]
+            candidates = ((size, rows) for rows in attention_rows for size in sizes)
+        for size, rows in candidates:
+            plan = self.of(size, rows)
+            if plan.largest < LARGEST_TENSOR:
+                yield plan
 
     def of(self, strip: StripSize, attention_rows: int | None) -> Plan:
-        """Return the plan for strips of this size. `attention_rows`: rows of latents that attention takes at a time."""
-        size, item = (self.stages, self.height, self.width), self.dtype.itemsize
-        first = global_demand(*size, attention_rows, item, self.accelerator)
-        last = local_demand(*size, strip, self.accelerator, first.buffer)
-        boundary = self.stages.boundary_width * self.height * self.width
-        # Round up, so that both buffers are aligned for vectors.
+        """Return the plan for this size of strips, with `attention_rows` latent rows at a time."""
+        size, item_size = (self.stages, self.height, self.width), self.dtype.itemsize
+        attention = global_demand(*size, attention_rows, item_size, self.accelerator)
+        local = local_demand(*size, strip, self.accelerator, attention.buffer)
+        boundary_map = self.stages.boundary_width * self.height * self.width
         workspace = WorkspaceSize(
-            -(-last.buffer // ALIGNED) * ALIGNED, max(first.kept, last.kept), self.stages.rows_above
+            buffer=-(-local.buffer // ALIGNMENT) * ALIGNMENT,
+            carried=max(attention.carried, local.carried),
+            above=self.stages.rows_above,
         )
         resampled = resampled_elements(*size, attention_rows or PIECE, workspace.buffer, self.accelerator)
-        elements = 2 * workspace.buffer + workspace.kept + max(first.beside, resampled, boundary + last.beside)
+        # The attention stages, the changes of their resolution and the local layers run one after another. The boundary
+        # map is the input of the local layers.
+        outside = max(attention.beside, resampled, boundary_map + local.beside)
+        elements = 2 * workspace.buffer + workspace.carried + outside
         if not self.stages.attends:
-            # These maps exist before the workspace.
-            elements = max(elements, FIRST_MAPS * boundary)
-        peak = int(elements * item) + (0 if self.accelerator else ONCE)
-        largest = max(first.largest, last.largest)
-        sizes = strip.rows, strip.columns, attention_rows
-        return Plan("strips", *sizes, peak_bytes=peak, workspace=workspace, largest=largest)
-
-    def strip_sizes(self) -> Iterator[StripSize]:
-        """Yield the possible sizes of strips, the fastest first."""
-        pixels = ACCELERATOR_ROWS if self.accelerator else CPU_ROWS
-        least = self.stages.strip_rows(1)
-        options = [size // self.stages.stride for size in pixels if size >= least * self.stages.stride]
-        columns: int | None = None
-        while True:
-            yield from (StripSize(rows, columns) for rows in (options if columns is None else options[-4:]))
-            columns = (columns or self.width) // 2
-            if columns < 2 * self.stages.halo:
-                return
+            # The first convolution runs before the workspace is allocated.
+            elements = max(elements, FIRST_CONVOLUTION_MAPS * boundary_map)
+        return Plan(
+            "strips",
+            strip.rows,
+            strip.columns,
+            attention_rows,
+            peak_bytes=int(elements * item_size) + (0 if self.accelerator else ONEDNN_BYTES),
+            workspace=workspace,
+            largest=max(attention.largest, local.largest),
+        )
 
     def whole(self) -> Plan:
-        """Return the undivided plan. Raises InputError if it has a tensor of 2^31 elements or more."""
+        """Return the undivided plan. Raises InputError if one of its tensors has LARGEST_TENSOR elements or more."""
         demand = whole_demand(self.stages, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise InputError(
@@ -309,16 +368,17 @@ class Planner:
         return Plan("whole", peak_bytes=int(demand.beside * self.dtype.itemsize))
 
     def tiles(self, tile: int, overlap: int) -> Plan:
-        """Return the plan of tiles of `tile` rows and columns of latents."""
+        """Return the plan for tiles of `tile` x `tile` latents."""
         h, w = (min(side, tile * self.stages.scale) for side in (self.height, self.width))
         demand = whole_demand(self.stages, h, w, self.dtype, self.accelerator)
-        # A row of tiles is blended in fp32.
-        band = 3 * h * self.width * self.stages.stride**2 * 4
-        return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=int(demand.beside * self.dtype.itemsize + band))
+        # Each row of tiles is blended in a buffer of RGB pixels in fp32.
+        blended_bytes = 3 * h * self.width * self.stages.stride**2 * 4
+        peak_bytes = int(demand.beside * self.dtype.itemsize + blended_bytes)
+        return Plan("tiles", tile=tile, overlap=overlap, peak_bytes=peak_bytes)
 
 
 def smaller(planner: Planner, plan: Plan) -> Plan | None:
-    """Return a plan with half the budget of `plan`, but at least the floor. None if `plan` is already the floor."""
+    """Return a plan with at most half the memory of `plan`, or the smallest plan. None if `plan` is the smallest."""
     floor = planner.floor()
     if plan.peak_bytes <= floor.peak_bytes:
         return None

@@ -1,4 +1,4 @@
-"""A map in bands of rows: on several devices, or on one where a single tensor would be too large for its kernels."""
+"""A map in bands of rows: on several devices, or on one device if a single tensor would be too large for kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 from .streaming import empty
 from .workspace import chunks
 
-# many kernels count elements in 32 bits, and fall back to ones that need many times the memory
+# Many kernels count elements in 32 bits. For larger tensors torch falls back to kernels that need many times the
+# memory.
 LARGEST_TENSOR = 2**31
 
 
 class RowPartition:
-    """A map [B, C, height, width], cut into one or more `parts` [B, C, n, width]; of `whole` rows if it is a part."""
+    """A map [B, C, height, width], cut into one or more `parts` [B, C, n, width].
 
-    def __init__(self, parts: list[torch.Tensor], whole: int | None = None) -> None:
-        self.parts, self.whole = parts, whole
+    `full_height`: height of the image's map, if this one has only some of its rows.
+    """
+
+    def __init__(self, parts: list[torch.Tensor], full_height: int | None = None) -> None:
+        self.parts, self.full_height = parts, full_height
         self.edges = [0]
         for part in parts:
             self.edges.append(self.edges[-1] + part.shape[2])
@@ -34,23 +38,26 @@ class RowPartition:
         return RowPartition([part.contiguous(memory_format=torch.channels_last) for part in self.parts])
 
     def slices(self, low: int, high: int) -> Iterator[torch.Tensor]:
-        """Yield rows `low` to `high` as views of the parts that have them."""
+        """Yield rows `low` to `high` as views of the parts that contain them."""
         for part, top, bottom in zip(self.parts, self.edges, self.edges[1:], strict=False):
             if max(low, top) < min(high, bottom):
                 yield part[:, :, max(low, top) - top : min(high, bottom) - top]
 
     def rows(self, low: int, high: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return rows `low` to `high` on `device`, the first one's without it; a view where one part has them all."""
-        found = list(self.slices(low, high))
-        device = found[0].device if device is None else device
-        return found[0].to(device) if len(found) == 1 else torch.cat([part.to(device) for part in found], dim=2)
+        """Return rows `low` to `high` on `device`, by default the device of the first row.
+
+        The result is a view if a single part on that device contains all of them.
+        """
+        slices = list(self.slices(low, high))
+        device = slices[0].device if device is None else device
+        return slices[0].to(device) if len(slices) == 1 else torch.cat([part.to(device) for part in slices], dim=2)
 
     def moved(self, low: int, high: int, device: torch.device) -> RowPartition:
-        """Return rows `low` to `high` on `device`."""
+        """Return rows `low` to `high` on `device`, as a part of this map."""
         return RowPartition([part.to(device) for part in self.slices(low, high)], self.height)
 
     def read_into(self, values: torch.Tensor, top: int, left: int) -> None:
-        """Copy the map from row `top` and column `left` on into `values` [B, C, n, w]."""
+        """Copy the rectangle that begins at row `top` and column `left` into `values` [B, C, n, w]."""
         bottom, right, row = top + values.shape[2], left + values.shape[3], 0
         for part in self.slices(top, bottom):
             values[:, :, row : row + part.shape[2]] = part[..., left:right]
@@ -65,8 +72,8 @@ class RowPartition:
 
 
 def empty_partition(like: torch.Tensor, channels: int, height: int, width: int) -> RowPartition:
-    """Return an uninitialised map of as many images as `like`, in one part unless that would be too large."""
-    # half of what a tensor may have, so that a part with its neighbours' rows is one too
+    """Return an uninitialised map with the batch size of `like`. It has one part, unless that would be too large."""
+    # Half of the limit, so that a part with its neighbours' rows is within it too.
     size = max(1, LARGEST_TENSOR // 2 // (len(like) * channels * width))
     if height * width * channels * len(like) < LARGEST_TENSOR:
         size = height

@@ -64,20 +64,22 @@ def decode_latents(
     tiles: Tiles = TILES,
     poll: Poll = no_poll,
 ) -> torch.Tensor:
-    """Return images [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's own scale.
+    """Return images [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's scale.
 
-    "strips" and "whole" give the same pixels. "tiles" blends `tiles`, and each tile has its own statistics. "auto": the
-    fastest exact plan within `max_bytes`, by default 90 % of the free memory. These bytes exclude weights, latents and
-    images. On a CPU in float32, "strips" has the same bits as "whole" if memory allows; "auto" does up to 512 latent
-    cells. `devices` decode each image together, and the images are then on the CPU. A device that fails is left out.
-    `poll` is called many times per strip and cancels by raising. `report` is filled with the plan, time and memory.
+    `method`: "strips" and "whole" give the same pixels. "tiles" blends overlapping tiles of the size `tiles`, which
+    changes the pixels, because each tile has its own statistics. "auto" is the fastest exact plan within `max_bytes`.
+    On a CPU in float32, "strips" is bit-identical to "whole" if memory allows, and "auto" up to 512 latent cells.
+    `max_bytes`: excludes weights, latents and images. By default 90 % of the free memory.
+    `devices`: decode each image together. The images are then on the CPU. A device that fails is left out.
+    `poll`: called many times per strip, cancels by raising.
+    `report`: receives the plan, time and memory.
     Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
     check_channels("samples", latents.shape)
     scale = decoder_stages(autoencoder).downscale
     count, _, h, w = latents.shape
     like = next(autoencoder.parameters())
-    # With several devices, each of them may fail, also the one of the autoencoder.
+    # With several devices, any of them may fail, including the autoencoder's.
     device = torch.device("cpu") if shares(method, devices) else like.device
     out = torch.empty(count, 3, h * scale, w * scale, device=device, dtype=like.dtype)
     return decode_into(out, autoencoder, latents, DecodeOptions(method, max_bytes, devices, tiles, poll), report)
@@ -91,10 +93,9 @@ def decode_into(
     options: DecodeOptions,
     report: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Write the images of `latents` [B, 32, h, w] into `out` [B, 3, 32 h, 32 w], on any device, and return it.
+    """Write the images of `latents` [B, 32, h, w] into `out` [B, 3, 32 h, 32 w], which may be on any device.
 
-    `report` is filled with what was done. Raises InputError for latents of other channels or with NaN, an unknown
-    method, or a budget that no plan fits.
+    Returns `out`. `report` receives the plan, time and memory.
     """
     for image, top, pixels in decode_rows(autoencoder, latents, options, report):
         out[image, :, top : top + pixels.shape[1]] = pixels
@@ -108,37 +109,37 @@ def decode_rows(
     options: DecodeOptions,
     report: dict[str, Any] | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (image, first row, pixels [3, n, W]) of `latents` [B, 32, h, w] as they are done.
+    """Yield (image, first row, pixels [3, n, W]) of `latents` [B, 32, h, w] as soon as they are decoded.
 
-    One image after the other; with one device its rows come from top to bottom. `report` is filled with what was
-    done. Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
+    The images come one after another. With one device, the rows of an image come from top to bottom. `report` receives
+    the plan, time and memory.
     """
     check_channels("samples", latents.shape)
     check_finite("samples", latents)
     method, max_bytes, devices = options.method, options.max_bytes, options.devices
     check_name("method", method, METHODS)
     like = next(autoencoder.parameters())
-    own = like.device
-    if method in ("whole", "tiles") and [torch.device(name) for name in devices or [own]] != [own]:
+    vae_device = like.device
+    if method in ("whole", "tiles") and [torch.device(name) for name in devices or [vae_device]] != [vae_device]:
         raise InputError(
-            f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's; choose method "
+            f"devices: got {len(devices or ())} for method {method}, which runs on the VAE's device; choose method "
             "auto or strips, or no devices"
         )
     stages, (height, width) = decoder_stages(autoencoder), latents.shape[2:]
-    planner = Planner(stages, height, width, like.dtype, own.type != "cpu", same_bits=method == "strips")
+    planner = Planner(stages, height, width, like.dtype, vae_device.type != "cpu", same_bits=method == "strips")
     report = {} if report is None else report
     report.update(events=[], strips=0)
     rows_of: Callable[[torch.Tensor], Iterator[tuple[int, torch.Tensor]]]
     if devices is not None and shares(method, devices):
-        # The latents are used again after a device has failed.
+        # A copy on the CPU survives the failure of a device.
         latents = latents.cpu()
         workers = Workers(autoencoder.decoder, [torch.device(name) for name in devices], report["events"])
         plan = workers.choose_plans(planner, max_bytes, options.free_bytes)
         rows_of = partial(shared_rows, workers, planner, report=report, poll=options.poll)
     else:
-        budget = BUDGET * free_bytes(own) if max_bytes is None else max_bytes
+        budget = BUDGET * free_bytes(vae_device) if max_bytes is None else max_bytes
         plan = choose(planner, method, budget, options.tiles)
-        rows_of = partial(picture_rows, autoencoder, planner, plan, report=report, poll=options.poll)
+        rows_of = partial(image_rows, autoencoder, planner, plan, report=report, poll=options.poll)
     report.update(plan.report(stages))
     yield from planned_rows(rows_of, latents, like, stages, options, report)
 
@@ -157,27 +158,27 @@ def planned_rows(
     report: Json,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield (image, first row, pixels [3, n, W]). `rows_of` decodes one image of `latents`, in the dtype of `like`."""
-    total, done, started = len(latents) * latents.shape[2] * stages.downscale, 0, time.perf_counter()
+    total, done_rows, started = len(latents) * latents.shape[2] * stages.downscale, 0, time.perf_counter()
     with PeakMemory(like.device) as peak:
         for image in range(len(latents)):
             one = latents[image : image + 1].to(like.dtype)
             if not stages.attends:
-                # The attention returns such maps, and rows of strips are contiguous in them.
+                # Strips need rows that are contiguous. Attention blocks return such maps, but this decoder has none.
                 one = one.contiguous(memory_format=torch.channels_last)
             for top, pixels in rows_of(one):
                 options.poll()
                 if report["method"] == "strips":
                     report["strips"] += 1
                 yield image, top, pixels[0]
-                done += pixels.shape[2]
+                done_rows += pixels.shape[2]
                 if options.progress is not None:
-                    options.progress(done, total)
+                    options.progress(done_rows, total)
                 del pixels
     report.update(seconds=time.perf_counter() - started, peak_bytes=peak.bytes)
 
 
 def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
-    """Return the plan for `method` within `budget` bytes. Raises InputError for sizes that make no tiles."""
+    """Return the plan for `method` within `budget` bytes. Raises InputError if the tiles' sizes are impossible."""
     if method == "whole":
         return planner.whole()
     if method == "tiles":
@@ -188,7 +189,7 @@ def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
     return planner.strips(budget)
 
 
-def picture_rows(
+def image_rows(
     autoencoder: AutoencoderDC, planner: Planner, plan: Plan, latents: torch.Tensor, report: Json, poll: Poll
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, pixels [1, 3, n, W]) of one image, from top to bottom."""

@@ -1,4 +1,4 @@
-"""The global and the local part of a DC-AE, as shapes for planning."""
+"""The stages of a DC-AE and their sizes, from which a decode is planned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ class Stages(NamedTuple):
     resolution. The decoder of DC-AE-Lite has no attention. Its boundary map is the output of the first convolution.
     """
 
+    # Channels of each stage.
     widths: tuple[int, ...]
+    # Blocks of each stage.
     layers: tuple[int, ...]
+    # Number of stages without attention.
     local: int
-    scales: int  # multi-scale projections of an attention block, with the plain one
-    shuffles: bool  # a decoder whose upsampling convolves first, and shuffles channels to pixels then
+    # Projections of an attention block: the plain one and the multi-scale ones.
+    scales: int
+    # Decoder only: upsampling is a convolution and pixel_shuffle, not an interpolation and a convolution.
+    shuffles: bool
+    # Encoder instead of decoder.
     encodes: bool = False
 
     @property
@@ -53,21 +59,22 @@ class Stages(NamedTuple):
 
     @property
     def rows_above(self) -> int:
-        """Rows above those of a strip: each residual block of a stage begins two rows higher than the one before."""
+        """Spare rows above a strip. Each residual block of a stage begins two rows higher than the previous one."""
         return 2 * max(self.layers[: self.local], default=0) + 3
 
     def strip_rows(self, rows: int) -> int:
         """Return how many rows of the boundary map the memory for strips of `rows` rows holds."""
-        # a residual block at the resolution of that map completes two rows at its end
+        # Without attention, residual blocks run at the resolution of the boundary map. At the end of the image, a block
+        # completes two additional rows.
         return rows if self.attends else max(2, rows)
 
     @property
     def halo(self) -> int:
         """Rows of the boundary map, above and below, that a row of pixels depends on: 7 for f32c32, 18 for Lite."""
-        # the convolution to or from RGB; an empty stage has none but the one that changes the resolution
+        # The convolution to or from RGB. In a stage without layers, the change of resolution includes it.
         reach = 1 if self.layers[0] else 0
         for stage, layers in enumerate(self.layers[: self.local]):
-            # two convolutions a block
+            # Each block has two convolutions.
             reach += 2 * layers
             if stage < self.boundary_stage:
                 reach = -(-reach // 2) + 1 if self.shuffles else -(-(reach + 1) // 2)

@@ -1,11 +1,11 @@
-"""Strips through local layers: every convolution carries its last rows to the next strip, so nothing is recomputed.
+"""The local layers in strips: every convolution carries its last rows to the next strip, so nothing is recomputed.
 
-A layer takes the rows of one strip and returns those that they complete: a 3x3 convolution is always one row behind.
-Strips lie in a `Workspace`. A residual block works in place: its rows replace those that they are added to, and lie two
-rows higher when they begin with rows of the strip before.
+A layer receives the rows of one strip and returns the output rows that it can complete with them. A 3x3 convolution is
+therefore always one row behind. Strips are views of a `Workspace`. A residual block works in place: its output
+overwrites the input rows that it was added to. It starts two rows higher if it includes rows of the previous strip.
 
-All maps are channels-last in memory, as they are in diffusers once an attention block has made them so: the rows of a
-strip are contiguous. On the CPU in fp32 the results are then those of the undivided layers bit for bit.
+All maps are channels-last in memory, so the rows of a strip are contiguous. In diffusers they are channels-last too,
+from the first attention block on. On the CPU in fp32 the results are bit-identical to the undivided layers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..runtime.cancellation import Poll
 from . import fused
 from .workspace import LayerShape, Strip, Workspace, chunks, interpolated_rows
 
-Block = Any  # a module of diffusers, whose types say nothing of its layers
+Block = Any  # a module of diffusers, whose annotations do not include its layers
 
-# up to this many elements of input, torch convolves fp32 on the CPU without oneDNN (aten/native/Convolution.cpp)
+# Up to this many elements of input, torch convolves fp32 on the CPU without oneDNN (aten/native/Convolution.cpp).
 SMALL_INPUT = 20480
-# elements of one pass of a norm, few enough for a core's cache, since it passes over them eight times
+# Elements that a norm processes at a time. They fit into a core's cache, because the norm passes over them eight times.
 CACHE_ELEMENTS = 2**17
 
 
@@ -31,14 +31,14 @@ class Layer(Protocol):
     shape: LayerShape
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
-        """Return the rows that `strip` completes, none at first, all that are left if the image ends with it."""
+        """Return the output rows that `strip` completes: perhaps none at first, and all that remain if it is `last`."""
 
     def completes(self, count: int) -> int:
-        """Return how many rows the last strip completes if it has `count`."""
+        """Return the number of output rows if the last strip has `count` rows."""
 
 
 def run(layers: list[Layer], strip: Strip, last: bool, workspace: Workspace, poll: Poll) -> Strip:
-    """Return what comes out of `layers` when `strip` goes in. `poll` is called between them; it cancels by raising."""
+    """Run `strip` through `layers`. `poll` is called before each layer and cancels by raising."""
     for layer in layers:
         poll()
         strip = layer(strip, last, workspace)
@@ -48,45 +48,49 @@ def run(layers: list[Layer], strip: Strip, last: bool, workspace: Workspace, pol
 
 
 class Carry:
-    """The last `overlap` rows of a layer's input, and the rows of zeros `above` and `below` the image."""
+    """The last `overlap` rows of a layer's input, and the numbers of zero rows `above` and `below` the image."""
 
     def __init__(self, overlap: int = 2, above: int = 1, below: int = 1) -> None:
         self.overlap, self.zeros_above, self.zeros_below = overlap, above, below
-        self.kept: Any = None
+        self.carried: Any = None
 
     @property
     def above(self) -> int:
-        """Rows that the next window has above the new ones."""
-        return self.zeros_above if self.kept is None else self.overlap
+        """Number of rows above the new rows in the next window."""
+        return self.zeros_above if self.carried is None else self.overlap
 
-    def window(self, whole: torch.Tensor, top: int, count: int, last: bool, workspace: Workspace) -> torch.Tensor:
-        """Return `count` rows of the map `whole` from `top` on, with what belongs around them written beside them."""
+    def window(self, full_map: torch.Tensor, top: int, count: int, last: bool, workspace: Workspace) -> torch.Tensor:
+        """Return `count` rows of `full_map` from row `top` on, with the rows around them.
+
+        The carried rows are written above them, or zeros at the top of the image. After the last strip, zeros are
+        written below.
+        """
         low, high = top - self.above, top + count
-        if self.kept is None:
-            whole[:, :, low:top] = 0
-            self.kept = workspace.keep(whole.shape[1], self.overlap, whole.shape[3])
+        if self.carried is None:
+            full_map[:, :, low:top] = 0
+            self.carried = workspace.keep(full_map.shape[1], self.overlap, full_map.shape[3])
         else:
-            whole[:, :, low:top] = self.kept
+            full_map[:, :, low:top] = self.carried
         if last:
-            whole[:, :, high : high + self.zeros_below] = 0
+            full_map[:, :, high : high + self.zeros_below] = 0
             high += self.zeros_below
-        self.kept.copy_(whole[:, :, high - self.overlap : high])
-        return whole[:, :, low:high]
+        self.carried.copy_(full_map[:, :, high - self.overlap : high])
+        return full_map[:, :, low:high]
 
 
 def empty(like: torch.Tensor, channels: int, height: int, width: int) -> torch.Tensor:
-    """Return an uninitialised map of as many images as `like`, channels-last."""
+    """Return an uninitialised channels-last map with the batch size of `like`."""
     shape = (len(like), channels, height, width)
     return torch.empty(shape, device=like.device, dtype=like.dtype, memory_format=torch.channels_last)
 
 
-def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, whole: int) -> torch.Tensor:
-    """Return `conv` of a window whose rows are padded already; `whole` is the image's size in elements of input."""
+def convolve(conv: torch.nn.Conv2d, window: torch.Tensor, input_elements: int) -> torch.Tensor:
+    """Return `conv` of a window that includes its padding rows. `input_elements`: size of the undivided input."""
     padding = (0, int(conv.padding[1]))
-    small, small_whole = window.numel() <= SMALL_INPUT, whole <= SMALL_INPUT
-    if small != small_whole and window.device.type == "cpu" and window.dtype == torch.float32:
-        # as the undivided image would be convolved
-        if small_whole:
+    small_window, small_input = window.numel() <= SMALL_INPUT, input_elements <= SMALL_INPUT
+    if small_window != small_input and window.device.type == "cpu" and window.dtype == torch.float32:
+        # Use the kernel that torch chooses for the undivided input.
+        if small_input:
             kernel = conv.weight.shape[2:]
             return torch.ops.aten.thnn_conv2d(window, conv.weight, kernel, conv.bias, conv.stride, padding)
         return torch.mkldnn_convolution(
@@ -102,10 +106,9 @@ def norm_into(
     residual: torch.Tensor | None = None,
     activation: torch.nn.Module | None = None,
 ) -> None:
-    """Write `x` [1, C, n, W], normalised over its channels, plus `residual`, activated, into `out`; x is used up.
+    """Write activation(norm(`x`) + `residual`) into `out`. `x` [1, C, n, W] is overwritten.
 
-    `out` may be x or the residual. On the CPU the operations of diffusers' RMSNorm in their order, block by block while
-    the block is in the cache.
+    `out` may be `x` or `residual`. On the CPU, the operations and their order are as in diffusers' RMSNorm.
     """
     if x.device.type != "cpu" and not isinstance(norm, torch.nn.BatchNorm2d):
         fused.norm_into(out, x, norm, residual, activation)
@@ -119,6 +122,7 @@ def norm_into(
 
 
 def norm_in_cache(out: torch.Tensor, x: torch.Tensor, norm: Any, residual: torch.Tensor | None) -> None:
+    """Normalise block by block, so that each block stays in the cache."""
     rows, target = fused.flat(x[0]), fused.flat(out[0])
     added = None if residual is None else fused.flat(residual[0])
     for start, stop in chunks(len(rows), max(1, CACHE_ELEMENTS // rows.shape[1])):
@@ -165,7 +169,7 @@ class StreamedConv:
     def __init__(self, conv: torch.nn.Conv2d, size: tuple[int, int]) -> None:
         self.conv = conv
         self.shape = LayerShape(conv.in_channels, conv.out_channels, conv.out_channels, carried=2)
-        self.whole = conv.in_channels * size[0] * size[1]
+        self.input_elements = conv.in_channels * size[0] * size[1]
         self.carry = Carry()
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
@@ -173,7 +177,7 @@ class StreamedConv:
         count, width, channels = max(0, window.shape[2] - 2), window.shape[3], self.conv.out_channels
         out = workspace.beside(strip, channels, count, width)
         for start, stop in workspace.pieces(count, channels * width):
-            out.rows[:, :, start:stop] = convolve(self.conv, window[:, :, start : stop + 2], self.whole)
+            out.rows[:, :, start:stop] = convolve(self.conv, window[:, :, start : stop + 2], self.input_elements)
         return out
 
     def completes(self, count: int) -> int:
@@ -187,7 +191,7 @@ class StreamedResBlock:
         self.block = block
         channels = block.conv1.in_channels
         self.shape = LayerShape(channels, channels, channels, carried=4)
-        self.whole = channels * size[0] * size[1]
+        self.input_elements = channels * size[0] * size[1]
         self.carry, self.inner = Carry(), Carry()
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
@@ -199,23 +203,23 @@ class StreamedResBlock:
             return strip._replace(size=0)
         for start, stop in workspace.pieces(hidden.size, channels * width):
             self.first(window[:, :, start : stop + 2], hidden.rows[:, :, start:stop])
-        # the first row that comes out is added to this one
+        # The first output row is added to this row.
         top = strip.top - (above - 1) - (self.inner.above - 1)
         window = self.inner.window(hidden.map, hidden.top, hidden.size, last, workspace)
         out = Strip(strip.buffer, strip.map, top, max(0, window.shape[2] - 2))
         for start, stop in workspace.pieces(out.size, channels * width):
-            x = convolve(self.block.conv2, window[:, :, start : stop + 2], self.whole)
+            x = convolve(self.block.conv2, window[:, :, start : stop + 2], self.input_elements)
             rows = out.rows[:, :, start:stop]
             norm_into(rows, x, self.block.norm, rows)
-            # else the next piece would be made beside it
+            # Free it before the next piece is allocated.
             del x
         return out
 
     def first(self, window: torch.Tensor, out: torch.Tensor) -> None:
-        """Write rows for the second convolution into `out`."""
+        """Write the first convolution of `window`, activated, into `out`."""
         conv, activation = self.block.conv1, self.block.nonlinearity
         if conv.bias is None or not fused.fuses(window, activation):
-            activate_into(out, convolve(conv, window, self.whole), activation)
+            activate_into(out, convolve(conv, window, self.input_elements), activation)
             return
         hidden = functional.conv2d(window, conv.weight, None, conv.stride, (0, int(conv.padding[1])))
         fused.bias_into(hidden, conv.bias, activation, out)
@@ -229,16 +233,16 @@ class StreamedUpsample:
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
-        inner, made, interpolates = block.conv.in_channels, block.conv.out_channels, block.interpolate
-        outer = made if interpolates else made // 4
-        self.shape = LayerShape(inner, outer, made, 2, 1 if interpolates else 2, interpolates)
-        # the convolution sees the larger image if it comes after the interpolation
-        self.whole = block.conv.in_channels * size[0] * size[1] * (4 if block.interpolate else 1)
-        # a row of an interpolated image depends on one more row, of a shuffled one on two
+        inner, conv_channels, interpolates = block.conv.in_channels, block.conv.out_channels, block.interpolate
+        outer = conv_channels if interpolates else conv_channels // 4
+        self.shape = LayerShape(inner, outer, conv_channels, 2, 1 if interpolates else 2, interpolates)
+        # If the convolution comes after the interpolation, its input has four times the size.
+        self.input_elements = block.conv.in_channels * size[0] * size[1] * (4 if block.interpolate else 1)
+        # With interpolation, a row depends on one neighbouring row. With pixel_shuffle, it depends on two.
         self.carry = Carry(1) if block.interpolate else Carry()
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
-        first = self.carry.kept is None
+        first = self.carry.carried is None
         window = self.carry.window(strip.map, strip.top, strip.size, last, workspace)
         width, conv = window.shape[3], self.block.conv
         if self.block.interpolate:
@@ -249,9 +253,9 @@ class StreamedUpsample:
         count = max(0, window.shape[2] - 2)
         out = workspace.beside(strip, self.shape.outer, 2 * count, 2 * width)
         for start, stop in workspace.pieces(count, conv.out_channels * width):
-            x = convolve(conv, window[:, :, start : stop + 2], self.whole)
+            x = convolve(conv, window[:, :, start : stop + 2], self.input_elements)
             rows = out.rows[:, :, 2 * start : 2 * stop]
-            # pixel_shuffle, written where it belongs
+            # pixel_shuffle, straight into the workspace.
             split = rows.unflatten(3, (width, 2)).unflatten(2, (stop - start, 2)).permute(0, 1, 3, 5, 2, 4)
             split.copy_(x.unflatten(1, (-1, 2, 2)))
             del x
@@ -260,7 +264,7 @@ class StreamedUpsample:
         return out
 
     def interpolate(self, window: torch.Tensor, out: torch.Tensor, first: bool, last: bool, piece: int) -> None:
-        """Write into `out` what the convolution makes of each pixel of `window` four times."""
+        """Double the rows and columns of `window`, and write their convolution into `out`."""
         channels, width = window.shape[1], window.shape[3]
         total, row = window.shape[2] - 1, 2 * width * (channels + self.block.conv.out_channels)
         for start, stop in chunks(total, interpolated_rows(row, piece)):
@@ -268,26 +272,30 @@ class StreamedUpsample:
             doubled = empty(window, channels, 2 * count, 2 * width)
             rows = window[:, :, start : stop + 1, None, :, None]
             doubled.unflatten(3, (width, 2)).unflatten(2, (count, 2)).copy_(rows)
-            # the zeros beyond the image are one row of the larger one
+            # Beyond the image's edge, the doubled map has only one row of zeros. Skip the second one.
             skipped = int(first and start == 0)
-            x = convolve(self.block.conv, doubled[:, :, skipped : 2 * count - int(last and stop == total)], self.whole)
+            doubled_rows = doubled[:, :, skipped : 2 * count - int(last and stop == total)]
+            x = convolve(self.block.conv, doubled_rows, self.input_elements)
             top = 2 * start - int(first) + skipped
             target = out[:, :, top : top + x.shape[2]]
             if self.block.shortcut:
-                # it begins with the second row of a pair
+                # Unless a row was skipped, the output begins with the second row of a pair.
                 self.add_shortcut(target, x, window[:, :, start + skipped : stop + 1], 1 - skipped)
             else:
                 target.copy_(x)
-            del doubled, x
+            del doubled, doubled_rows, x
 
     def add_shortcut(self, out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, skip: int) -> None:
-        """Write `x` plus what repeat_interleave and pixel_shuffle make of `source`, but for its first `skip` rows."""
+        """Write `x` + shortcut into `out`.
+
+        The shortcut is repeat_interleave and pixel_shuffle of `source`, without its first `skip` rows.
+        """
         repeats, width = self.block.repeats, source.shape[3]
         for row in (0, 1):
             first = (row - skip) % 2
             target, added = (rows[:, :, first::2].unflatten(3, (width, 2)) for rows in (out, x))
             begin = (first + skip) // 2
-            # channel c of the shuffle is channel (4 c + 2 row + column) // repeats of the source
+            # Channel c of the shortcut is channel (4 c + 2 row + column) // repeats of the source.
             for columns in (slice(0, 1), slice(1, 2)) if repeats == 1 else (slice(0, 2),):
                 channel = (2 * row + columns.start) // repeats
                 picked = source[:, channel :: 4 // repeats, begin : begin + target.shape[2], :, None]
@@ -295,7 +303,7 @@ class StreamedUpsample:
 
     def completes(self, count: int) -> int:
         if self.block.interpolate:
-            return 2 * count + int(self.carry.kept is not None)
+            return 2 * count + int(self.carry.carried is not None)
         return 2 * (count + self.carry.above - 1)
 
 
@@ -304,27 +312,28 @@ class StreamedDownsample:
 
     def __init__(self, block: Block, size: tuple[int, int]) -> None:
         self.block = block
-        inner, made = block.conv.in_channels, block.conv.out_channels
-        self.shape = LayerShape(inner, made * 4 if block.downsample else made, made, 0.5, 3)
-        self.whole = inner * size[0] * size[1]
-        self.kept: Any = None
+        inner, conv_channels = block.conv.in_channels, block.conv.out_channels
+        self.shape = LayerShape(inner, conv_channels * (4 if block.downsample else 1), conv_channels, 0.5, 3)
+        self.input_elements = inner * size[0] * size[1]
+        self.carried: Any = None
 
     def __call__(self, strip: Strip, last: bool, workspace: Workspace) -> Strip:
-        # whole pairs of rows only: their window is the pair, the row above it, and one below for a stride of 1
+        # Only complete pairs of rows are processed. Their window is the pair and the row above it, and with a stride of
+        # 1 also the row below.
         below = 1 if self.block.stride == 1 else 0
-        above = 1 if self.kept is None else self.kept.shape[2]
+        above = 1 if self.carried is None else self.carried.shape[2]
         low, high = strip.top - above, strip.top + strip.size
-        strip.map[:, :, low : strip.top] = 0 if self.kept is None else self.kept
+        strip.map[:, :, low : strip.top] = 0 if self.carried is None else self.carried
         if last and below:
             strip.map[:, :, high] = 0
             high += 1
         count = max(0, high - low - 1 - below) // 2
         window = strip.map[:, :, low : low + 2 * count + 1 + below]
-        self.kept = strip.map[:, :, low + 2 * count : high].clone()
+        self.carried = strip.map[:, :, low + 2 * count : high].clone()
         conv, width = self.block.conv, window.shape[3] // 2
         out = workspace.beside(strip, self.shape.outer, count, width)
         for start, stop in workspace.pieces(count, 4 * window.shape[1] * width):
-            x = convolve(conv, window[:, :, 2 * start : 2 * stop + 1 + below], self.whole)
+            x = convolve(conv, window[:, :, 2 * start : 2 * stop + 1 + below], self.input_elements)
             if self.block.downsample:
                 x = functional.pixel_unshuffle(x, 2)
             if self.block.shortcut:
@@ -335,4 +344,4 @@ class StreamedDownsample:
         return out
 
     def completes(self, count: int) -> int:
-        return (count + (0 if self.kept is None else self.kept.shape[2] - 1)) // 2
+        return (count + (0 if self.carried is None else self.carried.shape[2] - 1)) // 2

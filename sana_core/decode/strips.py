@@ -39,7 +39,7 @@ FEW_POSITIONS = 64
 
 
 def project_latents(decoder: Decoder, latents: torch.Tensor) -> RowPartition:
-    """Return the input [B, C, h, w] of the decoder's stages, from `latents` [B, 32, h, w]."""
+    """Apply the decoder's first convolution and its shortcut to `latents` [B, 32, h, w]."""
     x = decoder.conv_in(latents)
     if decoder.in_shortcut:
         x += latents.repeat_interleave(decoder.in_shortcut_repeats, dim=1)
@@ -68,8 +68,8 @@ def global_block(
 ) -> RowPartition:
     """Run a block on the whole map, `rows` latent rows at a time; `x` is overwritten.
 
-    None: few rows at a time, but one attention sum, with diffusers' bits on a CPU. `scale`: rows of the map per row of
-    latents.
+    rows=None: process few rows at a time, but sum the attention once over all rows, which is bit-identical to diffusers
+    on a CPU. `scale`: rows of the map per row of latents.
     """
     poll()
     height = x.height
@@ -92,10 +92,10 @@ def global_block(
 
 
 def convolved(
-    block: Block, x: RowPartition, whole: RowPartition, rows: int, workspace: Workspace, poll: Poll
+    block: Block, x: RowPartition, full_map: RowPartition, rows: int, workspace: Workspace, poll: Poll
 ) -> RowPartition:
-    """Run a block of convolutions on `x`, `rows` rows at a time. `x` is `whole` or a part of it."""
-    layer = local_layer(block, (whole.height, whole.width))
+    """Run a block of convolutions on `x`, `rows` rows at a time. `x` is `full_map` or a part of it."""
+    layer = local_layer(block, (full_map.height, full_map.width))
     parts = (
         run([layer], workspace.put(x.rows(top, bottom)), bottom == x.height, workspace, poll).rows
         for top, bottom in chunks(x.height, rows)
@@ -112,7 +112,7 @@ def ordered_sum(pieces: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def fill(height: int, parts: Iterator[torch.Tensor]) -> RowPartition:
-    """Join `parts`, from top to bottom, to a map of `height` rows."""
+    """Join `parts`, which come from top to bottom, into a map of `height` rows."""
     first = next(parts)
     out, top = empty_partition(first, first.shape[1], height, first.shape[3]), 0
     for part in itertools.chain([first], parts):
@@ -129,7 +129,7 @@ def output_size(block: Block, side: int) -> int:
 
 
 def local_layer(block: Block, size: tuple[int, int]) -> Layer:
-    """Return the layer in strips of a ResBlock, DCUpBlock2d or DCDownBlock2d of a map of `size` (height, width)."""
+    """Wrap a ResBlock, DCUpBlock2d or DCDownBlock2d to run in strips. `size`: (height, width) of the input."""
     if hasattr(block, "interpolate"):
         return StreamedUpsample(block, size)
     return StreamedDownsample(block, size) if hasattr(block, "downsample") else StreamedResBlock(block, size)
@@ -176,26 +176,26 @@ def pixel_rows(
     panels, workspace.used = [], 0
     for left, right in chunks(width, columns):
         begin, end = max(0, left - halo), min(width, right + halo)
-        layers = local_layers(decoder, stages, boundary.whole or height, width)
+        layers = local_layers(decoder, stages, boundary.full_height or height, width)
         panels.append((layers, begin, end, (left - begin) * stride, (right - begin) * stride))
 
     def panel_rows(panel: tuple, top: int, bottom: int) -> Iterator[torch.Tensor]:
         layers, begin, end, left, right = panel
         rows = workspace.strip(0, boundary.parts[0].shape[1], bottom - top, end - begin)
         boundary.read_into(rows.rows, top, begin)
-        for done in flow(layers, rows, bottom == high, capacity, workspace, poll):
+        for pixels in flow(layers, rows, bottom == high, capacity, workspace, poll):
             # A copy, because the next panel and the next strip overwrite the workspace.
-            yield done.rows[..., left:right].clone()
+            yield pixels.rows[..., left:right].clone()
 
     row = low * stride
     for top in range(low, high, strip.rows):
         bottom = min(top + strip.rows, high)
         for cut in zip(*(panel_rows(panel, top, bottom) for panel in panels), strict=True):
-            done = cut[0] if len(cut) == 1 else torch.cat(cut, dim=3)
-            first, row = row, row + done.shape[2]
-            done = done[:, :, max(0, span.start * stride - first) : max(0, span.stop * stride - first)]
-            if done.shape[2]:
-                yield done
+            pixels = cut[0] if len(cut) == 1 else torch.cat(cut, dim=3)
+            first, row = row, row + pixels.shape[2]
+            pixels = pixels[:, :, max(0, span.start * stride - first) : max(0, span.stop * stride - first)]
+            if pixels.shape[2]:
+                yield pixels
 
 
 def flow(
@@ -203,8 +203,9 @@ def flow(
 ) -> Iterator[Strip]:
     """Run `strip` through `layers`. Yields no strip or one strip, and for the last rows of an image perhaps several.
 
-    With the last rows, each layer also completes the rows that it had kept back. If the workspace cannot hold them all,
-    the strip passes on first, and the kept rows follow. `capacity`: rows of the input map that the workspace can hold.
+    With the last rows, each layer also completes the rows that it had carried. If the workspace cannot hold all of
+    them, the strip goes through first, and the carried rows follow. `capacity`: rows of the input map that the
+    workspace can hold.
     """
     for index, layer in enumerate(layers):
         poll()

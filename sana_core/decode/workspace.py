@@ -1,8 +1,9 @@
-"""The memory of a decode in strips, made once, and what of it each layer takes.
+"""The memory of a decode in strips, which is allocated once, and the share of it that each layer needs.
 
-A map in a workspace has rows above its own for those that a layer carries, and below for the zeros beyond the image's
-edge, so that a layer reads its window where the rows are. What a convolution returns is new memory, so it makes a piece
-at a time, which is written where it belongs.
+A map in a workspace has spare rows above and below. Above, a layer writes the rows that it carries from the last strip.
+Below, it writes the zeros beyond the image's edge. The layer can then read its window without copying the map. The
+output of a convolution is always newly allocated, so a convolution computes one piece at a time and copies it into the
+workspace.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-# elements that a convolution reads or makes at once on a CPU: few, since the allocator may keep what it makes
+# Elements that a convolution reads or writes at once on a CPU. Few, because the allocator may not return freed memory.
 CPU_PIECE = 2**19
-# rows of space below a map's own: zeros, and what comes from beyond the last strip
+# Spare rows below a map, for zeros and for the rows that a layer completes at the end of the image.
 BELOW = 2
-# of a convolution's weights, that oneDNN makes for a while
+# Temporary copies of a convolution's weights in oneDNN.
 COPIES = 2
 
 
@@ -34,40 +35,43 @@ class Strip(NamedTuple):
 
 
 class WorkspaceSize(NamedTuple):
-    """Elements of each buffer and of what is kept from strip to strip, and rows of a map above its own."""
-
+    # Elements of each of the two buffers.
     buffer: int
-    kept: int
+    # Elements of the rows that layers carry from strip to strip.
+    carried: int
+    # Spare rows above a map.
     above: int
 
 
 class Workspace:
-    """Memory that is made once: two buffers for maps with rows above their own and one below, and what layers keep.
+    """One allocation with two buffers for maps, and space for the rows that layers carry from strip to strip.
 
-    The attention's windows lie in it too, before there are strips.
+    The windows of the attention stages are in the buffers too, before the first strip.
     """
 
     def __init__(self, like: torch.Tensor, size: WorkspaceSize) -> None:
-        self.memory, self.size, self.used = like.new_empty(2 * size.buffer + size.kept), size, 0
+        self.memory, self.size = like.new_empty(2 * size.buffer + size.carried), size
+        # Elements of the carried rows that are in use. Set it to 0 before a new sequence of layers.
+        self.used = 0
         self.piece = piece_elements(size.buffer, like.device.type != "cpu")
 
     def keep(self, channels: int, height: int, width: int) -> torch.Tensor:
-        """Return a map [1, C, H, W] that stays until other layers begin, which set `used` to 0."""
+        """Return a map [1, C, H, W] for carried rows. It is valid until `used` is set to 0."""
         self.used, start = self.used + channels * height * width, 2 * self.size.buffer + self.used
         return self.memory[start:][: channels * height * width].view(1, height, width, channels).permute(0, 3, 1, 2)
 
     def map(self, channels: int, height: int, width: int, buffer: int = 0) -> torch.Tensor:
-        """Return a map [1, C, H, W] that begins with `buffer`."""
+        """Return a map [1, C, H, W] that begins at the start of buffer number `buffer`."""
         flat = self.memory[buffer * self.size.buffer : 2 * self.size.buffer][: height * width * channels]
         return flat.view(1, height, width, channels).permute(0, 3, 1, 2)
 
     def strip(self, buffer: int, channels: int, count: int, width: int) -> Strip:
-        """Return a strip of `count` rows whose values are still to be written."""
+        """Return an uninitialised strip of `count` rows."""
         above = self.size.above
         return Strip(buffer, self.map(channels, above + count + 1, width, buffer), above, count)
 
     def beside(self, strip: Strip, channels: int, count: int, width: int) -> Strip:
-        """Return a new strip in the other buffer than `strip`."""
+        """Return an uninitialised strip in the buffer that `strip` does not use."""
         return self.strip(1 - strip.buffer, channels, count, width)
 
     def put(self, rows: torch.Tensor) -> Strip:
@@ -77,55 +81,62 @@ class Workspace:
         return strip
 
     def pieces(self, total: int, row: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of `total` rows of `row` elements that a convolution reads or makes."""
+        """Yield (start, stop) of the pieces of `total` rows that a convolution computes at once. `row`: elements."""
         return chunks(total, max(1, self.piece // row))
 
 
 def piece_elements(elements: int, accelerator: bool) -> int:
-    """Return what a convolution reads or makes at once beside buffers of `elements`: much, to fill an accelerator."""
+    """Return the elements that a convolution computes at once. `elements`: size of a buffer of the workspace."""
+    # Large pieces fill an accelerator.
     return 2 * elements // 3 if accelerator else CPU_PIECE
 
 
 class LayerShape(NamedTuple):
-    """What a layer takes of memory, in elements of maps whose width is that of what goes in."""
+    """The channels and the scale of a layer, from which its memory is computed."""
 
-    inner: int  # channels that go in
-    outer: int  # and that come out
-    made: int  # that its convolution makes, 0 without one
-    scale: float = 1  # rows and columns that it makes of one
-    carried: int = 0  # rows of `inner` channels that it keeps for the next strip
+    # Channels of the input and of the output.
+    inner: int
+    outer: int
+    # Channels of the convolution's output. 0: the layer has no convolution.
+    conv_channels: int
+    # Rows (and columns) of the output per row (and column) of the input.
+    scale: float = 1
+    # Rows of `inner` channels that the layer carries to the next strip.
+    carried: int = 0
     interpolates: bool = False
 
     def largest_map(self, above: int, rows: int, width: int) -> int:
-        """Return the larger one of its maps of a strip of `rows` rows."""
+        """Return the elements of the input or the output, whichever is larger. The strip has `rows` x `width` cells."""
         out_rows, out_width = int(rows * self.scale), int(width * self.scale)
         return max(self.inner * (above + rows + BELOW) * width, self.outer * (above + out_rows + BELOW) * out_width)
 
     def passing(self, rows: int, width: int, piece: int, accelerator: bool) -> int:
-        """Return what its convolution makes at once, and its weights as oneDNN reorders them."""
-        weights = 0 if accelerator else COPIES * 9 * self.inner * self.made
+        """Return the elements of the temporary tensors, including oneDNN's copies of the weights."""
+        weights = 0 if accelerator else COPIES * 9 * self.inner * self.conv_channels
         if self.interpolates:
-            count = min(rows, interpolated_rows(2 * width * (self.inner + self.made), piece))
-            return 2 * width * 2 * (self.inner * (count + 1) + self.made * count) + weights
+            count = min(rows, interpolated_rows(2 * width * (self.inner + self.conv_channels), piece))
+            return 2 * width * 2 * (self.inner * (count + 1) + self.conv_channels * count) + weights
         if self.scale < 1:
-            # and what the shortcut is the mean of, with that
+            # The convolution's output, the mean that the shortcut adds to it, and the input of the mean.
             rows, width, row = rows // 2, width // 2, 4 * self.inner * (width // 2)
-            return (row + 2 * self.made * width) * min(rows, max(1, piece // row)) + weights
-        return self.made * width * min(rows, max(1, piece // (self.made * width or 1))) + weights
+            return (row + 2 * self.conv_channels * width) * min(rows, max(1, piece // row)) + weights
+        return self.conv_channels * width * min(rows, max(1, piece // (self.conv_channels * width or 1))) + weights
 
 
 def buffer_elements(shapes: Iterable[LayerShape], above: int, rows: int, width: int) -> int:
     """Return the elements of each buffer of a workspace for layers of these shapes, and strips of `rows` x `width`."""
-    most = 0
+    largest = 0
     for shape in shapes:
-        most = max(most, shape.largest_map(above, rows, width))
+        largest = max(largest, shape.largest_map(above, rows, width))
         rows, width = int(rows * shape.scale), int(width * shape.scale)
-    return most
+    return largest
 
 
 def interpolated_rows(row: int, piece: int) -> int:
-    """Return how many rows are interpolated at once, beside one more, to rows of `row` elements with what is made of
-    them."""
+    """Return how many rows, and one more for the window, are interpolated at once.
+
+    `row`: elements of an interpolated row and of the convolution's output for it.
+    """
     return max(1, piece // (2 * row) - 1)
 
 

@@ -1,6 +1,7 @@
-"""Is this machine right? Versions, the GPU, arithmetic against known answers, and the model files that are here.
+"""Checks this machine: versions, the GPU, arithmetic against known results, and the user's model files.
 
-A report is lines: what was looked at, what was expected, what was got, and a verdict. Whatever fails is a line too.
+A report consists of lines. Each line has a subject, the expected value, the actual value and a verdict. A check that
+raises an error becomes a line too.
 """
 
 from .examine import examine

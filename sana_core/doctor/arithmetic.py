@@ -1,7 +1,7 @@
-"""Known answers that need no file of the user: kernels, a step of two blocks, and the image of the bundled model.
+"""Checks arithmetic without the user's files: kernels, a step of two blocks, and an image of the bundled model.
 
-The truth is float64 on the CPU. What is right is no farther from it than plain torch in the same type, but for CHANCE:
-another rounding anywhere in a network moves its distance by chance.
+The reference is float64 on the CPU. A result is right if its error is at most TOLERANCE times the error of plain torch
+in the same dtype. The factor is needed because any other rounding in a network changes the error randomly.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=torch.nn.Module)
 
 SECTION = "Arithmetic"
-CHANCE = 1.3
-# of the smallest relative error that is told from none: roundings of the type that add up
+TOLERANCE = 1.3
+# Allowed in addition, in units of the dtype's epsilon, because several roundings add up.
 ROUNDINGS = 4.0
-# positions of the two maps that a step is tried on, and tokens of its prompt
+# Side of the latents and tokens of the prompt in `check_step`.
 SIDE, TOKENS = 16, 40
-# levels of 255 that an image may be away from the committed one: roundings of float32
+# Largest difference of a pixel from the committed image, out of 255, because of roundings of float32.
 LEVELS = 2
 BUNDLED = Path(__file__).parents[2] / "demo" / DEMO_MODEL
 EXPECTED = BUNDLED / "expected.png"
 
 
 def check_arithmetic(report: Report, device: torch.device) -> None:
-    """Add lines on what `device` computes."""
+    """Add lines about the arithmetic of `device`."""
     dtypes = [torch.float32] if device.type == "cpu" else accelerator_dtypes(device)
     with exact_products():
         for dtype in dtypes:
@@ -61,7 +61,7 @@ def check_arithmetic(report: Report, device: torch.device) -> None:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Compute float32 products without TF32, whose rounding would hide every other difference."""
-    # torch's stubs do not know fp32_precision.
+    # torch's stubs do not contain fp32_precision.
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
     exact: object = False
@@ -80,7 +80,7 @@ def exact_products() -> Iterator[None]:
 
 
 def release() -> None:
-    """Give the memory of what is no longer used back."""
+    """Free memory that is no longer used."""
     gc.collect()
     empty_cache()
 
@@ -92,11 +92,11 @@ def distance(got: torch.Tensor, truth: torch.Tensor) -> float:
     return float((got.cpu().double() - truth).norm() / truth.norm())
 
 
-def judge_distance(report: Report, what: str, got: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None:
-    """Add a line: `got` has to be as near to `truth` as `plain` is."""
-    allowed = CHANCE * distance(plain, truth) + ROUNDINGS * torch.finfo(got.dtype).eps
+def judge_distance(report: Report, subject: str, got: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None:
+    """Add a line about the distance of `got` from `truth`, compared with the distance of `plain`."""
+    allowed = TOLERANCE * distance(plain, truth) + ROUNDINGS * torch.finfo(got.dtype).eps
     error = distance(got, truth)
-    report.judge(SECTION, what, f"at most {allowed:.1e} from float64", f"{error:.1e}", error <= allowed)
+    report.judge(SECTION, subject, f"at most {allowed:.1e} from float64", f"{error:.1e}", error <= allowed)
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
@@ -105,9 +105,9 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
 
 
 def check_attention(report: Report, device: torch.device, dtype: torch.dtype) -> None:
-    """Softmax attention as torch has it here, which other packs replace, beside the formula."""
-    what = f"attention, {named(dtype)}"
-    with report.checking(SECTION, what):
+    """Compare torch's softmax attention, which other packs may have replaced, with the formula."""
+    subject = f"attention, {named(dtype)}"
+    with report.checking(SECTION, subject):
         query, key, value = (noise(2, 16, count, 72, seed=seed).to(dtype) for seed, count in enumerate((256, 77, 77)))
 
         def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -116,15 +116,15 @@ def check_attention(report: Report, device: torch.device, dtype: torch.dtype) ->
         truth = formula(query.double(), key.double(), value.double())
         query, key, value = (part.to(device) for part in (query, key, value))
         got = F.scaled_dot_product_attention(query, key, value)
-        judge_distance(report, what, got, formula(query, key, value), truth)
+        judge_distance(report, subject, got, formula(query, key, value), truth)
 
 
 def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kernel: str) -> None:
-    """The parts of a block that go through one fused kernel, beside plain torch."""
-    what = f"kernel {kernel}, {named(dtype)}"
-    with report.checking(SECTION, what), torch.no_grad():
+    """Compare the parts of a block that use one fused kernel with plain torch."""
+    subject = f"kernel {kernel}, {named(dtype)}"
+    with report.checking(SECTION, subject), torch.no_grad():
         model = transformer(1152, 1, "rms_norm_across_heads")
-        one = model.transformer_blocks[0].to(dtype)
+        first_block = model.transformer_blocks[0].to(dtype)
         states, tables = (noise(2, 48, 1152, seed=0).to(dtype), noise(4, 1, 1, 1152, seed=1).to(dtype))
 
         def compute(
@@ -135,15 +135,15 @@ def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kerne
             attended = block.self_attention(module.attn1, normed, kernels=kernels)
             return added + attended + block.feed_forward(module.ff, normed, (6, 8), kernels)
 
-        truth = compute(one.double(), states.double(), tables.double(), block.NO_KERNELS)
-        one.to(device, dtype)
+        truth = compute(first_block.double(), states.double(), tables.double(), block.NO_KERNELS)
+        first_block.to(device, dtype)
         moved = states.to(device), tables.to(device)
-        got = compute(one, *moved, frozenset({kernel}))
-        judge_distance(report, what, got, compute(one, *moved, block.NO_KERNELS), truth)
+        got = compute(first_block, *moved, frozenset({kernel}))
+        judge_distance(report, subject, got, compute(first_block, *moved, block.NO_KERNELS), truth)
 
 
 def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTransformer2DModel:
-    """Return the library's module of a released width with random weights, float32 on the CPU."""
+    """Return diffusers' transformer with a released width and random weights, in float32 on the CPU."""
     from diffusers import SanaTransformer2DModel
 
     with torch.random.fork_rng(devices=[]):
@@ -160,18 +160,18 @@ def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTran
 
 
 def convert(model: M, dtype: torch.dtype) -> M:
-    """Return `model` with its weights in `dtype`, where the library's own method would warn."""
+    """Convert the weights of `model` to `dtype`. The `to` of diffusers would warn."""
     return torch.nn.Module.to(model, dtype)
 
 
 def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """A call of two blocks of a released width, beside diffusers' own in the same type."""
+    """Compare a forward of two blocks of a released width with diffusers in the same dtype."""
     from ..model.forward import prepare, velocity
 
-    what = f"step of two blocks, width {width}, {named(dtype)}"
-    if report.late(SECTION, what):
+    subject = f"step of two blocks, width {width}, {named(dtype)}"
+    if report.late(SECTION, subject):
         return
-    with report.checking(SECTION, what), torch.no_grad():
+    with report.checking(SECTION, subject), torch.no_grad():
         model = convert(transformer(width, 2), dtype)
         x, embeds = noise(2, CHANNELS, SIDE, SIDE, seed=0).to(dtype), noise(2, TOKENS, TEXT_WIDTH, seed=1).to(dtype)
         mask, timestep = torch.ones(2, TOKENS), torch.full((2,), 500.0)
@@ -182,31 +182,34 @@ def check_step(report: Report, device: torch.device, dtype: torch.dtype, width: 
         x, embeds, mask, timestep = (part.to(device) for part in (x, embeds, mask, timestep))
         plain = model(x, embeds, timestep, encoder_attention_mask=mask).sample
         got = velocity(model, x, timestep, prepare(model, embeds, mask, SIDE, SIDE))
-        judge_distance(report, what, got, plain, truth)
+        judge_distance(report, subject, got, plain, truth)
 
 
 def check_bundled(report: Report, device: torch.device) -> None:
-    """The image that the bundled model generates in float32, beside the committed one, whose file says how."""
+    """Generate an image with the bundled model in float32, and compare it with the committed image.
+
+    The committed file contains the settings.
+    """
     import numpy as np
     from PIL import Image
 
     from ..generate import generate
     from ..runtime.image_files import levels
 
-    what = "image of the bundled model"
+    subject = "image of the bundled model"
     if not EXPECTED.is_file():
-        report.skip(SECTION, what, "it is not here")
-    if not EXPECTED.is_file() or report.late(SECTION, what):
+        report.skip(SECTION, subject, "the bundled model is not installed")
+    if not EXPECTED.is_file() or report.late(SECTION, subject):
         return
-    with report.checking(SECTION, what):
+    with report.checking(SECTION, subject):
         with Image.open(EXPECTED) as image:
             expected, settings = np.asarray(image).astype(int), json.loads(image.info["sana"])
         digests = settings.pop("digests")
         generated = generate([settings.pop("prompt")], BUNDLED, devices=[device], **settings)
         difference = np.abs(levels(generated[0]).astype(int) - expected)
-        got = f"{difference.max()} levels of 255 at most, {difference.mean():.2f} in the mean"
-        report.judge(SECTION, what, f"at most {LEVELS} levels", got, bool(difference.max() <= LEVELS))
+        got = f"{difference.max()} levels of 255 at most, {difference.mean():.2f} on average"
+        report.judge(SECTION, subject, f"at most {LEVELS} levels", got, bool(difference.max() <= LEVELS))
         changed = [name for name, digest in digests.items() if digest_file(BUNDLED / name) != digest]
         report.judge(
-            SECTION, "files of the bundled model", "as committed", ", ".join(changed) or "the same", not changed
+            SECTION, "files of the bundled model", "as committed", ", ".join(changed) or "unchanged", not changed
         )

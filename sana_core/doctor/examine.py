@@ -1,4 +1,4 @@
-"""All checks, one after another."""
+"""Runs all checks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .report import Report
 
 
 def examine(report: Report, paths: Sequence[str | Path] = (), device: str = "") -> None:
-    """Add to `report` what is found out of this machine and of the model files at `paths`, which are files, model
-    folders, or folders with models in them.
+    """Add lines about this machine and the model files at `paths` to `report`.
 
-    The arithmetic is checked on `device`, by default on this machine's accelerator or its CPU. Raises InputError for a
-    device that this machine does not have, and what the report's `poll` raises, which is called before each operation.
+    `paths` are files, model folders, or folders that contain models. `device`: computes the arithmetic, by default this
+    machine's accelerator or else its CPU. The report's `poll` is called before each operation and may raise to cancel.
+    Raises InputError for a device that this machine does not have.
     """
-    where = chosen_device(device)
+    chosen = chosen_device(device)
     checks: dict[str, Callable[[], None]] = {
         "machine": lambda: describe_machine(report),
         "devices": lambda: describe_devices(report),
-        "arithmetic": lambda: check_arithmetic(report, where),
+        "arithmetic": lambda: check_arithmetic(report, chosen),
         "files": lambda: check_files(report, [Path(path) for path in paths]),
     }
     with Polled(report.poll):
         for name, check in checks.items():
-            # what ends a whole section, as a GPU that is gone
+            # For errors that end all checks of a section, such as a lost GPU.
             with report.checking(SECTION, name):
                 check()

@@ -1,4 +1,4 @@
-"""Lines on model files: their kind, whether they are published files, and which models a LoRA fits."""
+"""Lines about model files: their kind, whether they are published files, and which models a LoRA fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arithmetic import BUNDLED
 from .report import RIGHT, Report
 
 SECTION = "Model files"
-# SHA-256 of published files. DC-AE's from three repositories each; the others from one
+# SHA-256 of published files. Each DC-AE is in three repositories, the other files are in one.
 PUBLISHED = {
     "dfd991d1b54ffabf22745c5885589d8f2a7bc59930d95d92bd741c4fc64454bb": "DC-AE 1.1",
     "15a4b09e56d95b768a0ec9da50b702e21d920333fc9b3480d66bb5c7fad9d87f": "DC-AE 1.0",
@@ -26,13 +26,13 @@ PUBLISHED = {
     "3f289bc05132635a8bc7aca7aa21255efd5e18f3710f43e3cdb96bcd41be4922": "Gemma 2's tokenizer.json",
     "61a7b147390c64585d6c3543dd6fc636906c9af3865a5548f27f31aee1d4c8e2": "Gemma 2's tokenizer.model",
 }
-# and bytes of some: a file of that size and another digest was changed, or did not arrive whole
+# Sizes in bytes. A file with such a size and another digest was changed or damaged.
 SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in one file"}
 
 
 def check_files(report: Report, paths: Sequence[Path]) -> None:
-    """Add lines on the files at `paths`."""
-    found, others = [], 0
+    """Add lines about the files at `paths`."""
+    models, foreign_files = [], 0
     visited: set[Path] = set()
     for candidate in (model for path in paths for model in candidates(report, path, visited)):
         with report.checking(SECTION, candidate.name):
@@ -45,18 +45,19 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
                 report.note(SECTION, candidate.name, f"not read: {error}")
                 continue
             if info.kind == "other":
-                others += 1
+                foreign_files += 1
                 continue
-            found.append(info)
+            models.append(info)
             if info.kind != "lora":
                 report.note(SECTION, candidate.name, f"{info.description}, {info.size / 1e9:.3f} GB")
-    describe_loras(report, found)
-    if others:
-        report.note(SECTION, "files of other models", str(others))
-    sana = [info for info in found if info.kind not in ("lora", "other")]
-    for info in sana:
+    describe_loras(report, models)
+    if foreign_files:
+        report.note(SECTION, "files of other models", str(foreign_files))
+    for info in models:
+        if info.kind == "lora":
+            continue
         tokenizers = info.path.glob("**/tokenizer.[jm]*") if info.path.is_dir() else ()
-        # a pipe would be waited for
+        # Reading a pipe would wait for ever.
         for file in sorted(file for file in {*files_of(info), *tokenizers} if file.is_file()):
             check_digest(report, info, file)
 
@@ -64,84 +65,84 @@ def check_files(report: Report, paths: Sequence[Path]) -> None:
 def candidates(report: Report, path: Path, visited: set[Path]) -> Iterator[Path]:
     """Yield the models at `path`: the path itself if it is a file or a model's folder, else the models in the folder.
 
-    A folder that several links lead to is visited once. A folder that cannot be read becomes a line of the report. So
-    does the rest of the folder when the time is over.
+    A folder that several links lead to is visited once. A folder that cannot be read becomes a line of the report. When
+    the time is over, a line names the first folder or file that was not visited.
     """
     for folder in path.parents[:1] if path.is_absolute() else path.parents:
         report.label(folder)
-    waiting = [path]
-    while waiting:
-        place = waiting.pop()
-        if place != path and report.late(SECTION, f"{report.label(place)} and the files after it"):
+    pending = [path]
+    while pending:
+        candidate = pending.pop()
+        if candidate != path and report.late(SECTION, f"{report.label(candidate)} and the files after it"):
             return
-        with report.checking(SECTION, place.name):
-            report.label(place)
-            if not place.is_dir():
-                yield place
+        with report.checking(SECTION, candidate.name):
+            report.label(candidate)
+            if not candidate.is_dir():
+                yield candidate
                 continue
-            if place != path and place.resolve() in visited:
+            if candidate != path and candidate.resolve() in visited:
                 continue
-            visited.add(place.resolve())
-            if (place / "model_index.json").is_file():
-                yield place
+            visited.add(candidate.resolve())
+            if (candidate / "model_index.json").is_file():
+                yield candidate
                 continue
             children = list[Path]()
-            for child in sorted(place.iterdir()):
+            for child in sorted(candidate.iterdir()):
                 if report.late(SECTION, f"{report.label(child)} and the files after it"):
                     return
                 if child.suffix in SUFFIXES or child.is_dir():
                     children.append(child)
-            if any(child.suffix in SUFFIXES for child in children) and (place / "config.json").is_file():
-                yield place
+            if any(child.suffix in SUFFIXES for child in children) and (candidate / "config.json").is_file():
+                yield candidate
             else:
-                waiting += reversed(children)
+                pending += reversed(children)
 
 
 def check_digest(report: Report, info: Checkpoint, file: Path) -> None:
-    """Add a line with the SHA-256 of `file`, and the name of the published file that it is."""
+    """Add a line with the SHA-256 of `file`, or with the name of the published file with this SHA-256."""
     inside = info.path.is_dir()
-    what = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
-    if report.late(SECTION, what):
+    subject = f"SHA-256 of {file.relative_to(info.path.parent).as_posix() if inside else file.name}"
+    if report.late(SECTION, subject):
         return
-    with report.checking(SECTION, what):
+    with report.checking(SECTION, subject):
         digest = digest_file(file, lambda count: report.poll())
         name = PUBLISHED.get(digest)
         size = file.stat().st_size
         if name is not None:
-            report.add(SECTION, what, "", f"{name}, {size} bytes", RIGHT)
+            report.add(SECTION, subject, "", f"{name}, {size} bytes", RIGHT)
             return
-        known = f", though of the size of {SIZES[size]}" if size in SIZES else ""
-        report.note(SECTION, what, f"{digest}, {size} bytes: not among those that we know{known}")
+        similar = f", but it has the size of {SIZES[size]}" if size in SIZES else ""
+        report.note(SECTION, subject, f"{digest}, {size} bytes: not a published file that this pack knows{similar}")
 
 
-def describe_loras(report: Report, found: Sequence[Checkpoint]) -> None:
-    """Add a line for each LoRA of SANA: which of the transformers here, the bundled one among them, it fits.
+def describe_loras(report: Report, models: Sequence[Checkpoint]) -> None:
+    """Add a line for each LoRA of SANA: which transformers in `models`, including the bundled one, it fits.
 
-    Only headers are read. A LoRA of another model is no fault, so those LoRAs are counted.
+    Reads only headers. LoRAs of other models are not faults. They are only counted.
     """
-    here = list(found)
+    bases = list(models)
     if BUNDLED.is_dir():
         with report.checking(SECTION, "the bundled model"):
-            here.append(inspect_checkpoint(BUNDLED))
-    transformers = [part for info in here for part in info.parts or (info,) if part.kind == "transformer"]
-    others = 0
-    for info in found:
+            bases.append(inspect_checkpoint(BUNDLED))
+    transformers = [part for info in bases for part in info.parts or (info,) if part.kind == "transformer"]
+    foreign_loras = 0
+    for info in models:
         if info.kind != "lora":
             continue
         if not has_layers_of_sana(info):
-            others += 1
+            foreign_loras += 1
             continue
         if report.late(SECTION, f"{info.path.name} and the LoRAs after it"):
             break
         with report.checking(SECTION, info.path.name):
             report.note(SECTION, info.path.name, f"a LoRA of SANA, {fit_of(info, transformers)}")
-    if others:
-        report.note(SECTION, "LoRAs of other models", str(others))
+    if foreign_loras:
+        report.note(SECTION, "LoRAs of other models", str(foreign_loras))
 
 
 def fit_of(info: Checkpoint, transformers: Sequence[Checkpoint]) -> str:
     """Return the variants of `transformers` that a LoRA fits, or why it fits none of them. Compares shapes only."""
-    variants, reason = list[str](), "no model is here"
+    variants, reason = list[str](), "there is no model"
     for part in transformers:
         shapes = {
             name.removesuffix(".weight"): torch.Size(header.shape)
@@ -157,9 +158,9 @@ def fit_of(info: Checkpoint, transformers: Sequence[Checkpoint]) -> str:
 
 
 def has_layers_of_sana(info: Checkpoint) -> bool:
-    """Whether the LoRA changes a layer that SANA's transformers have by name."""
+    """Whether the LoRA changes a layer with the name of a layer in SANA's transformers."""
     names = written_names(
         f"transformer_blocks.0.{layer}" for layer in ("attn1.to_q", "attn2.to_q", "ff.conv_inverted", "ff.conv_point")
     )
-    begins = tuple(f"{name}." for name in names)
-    return any(unwrapped_layer(header).startswith(begins) for header in info.headers)
+    prefixes = tuple(f"{name}." for name in names)
+    return any(unwrapped_layer(header).startswith(prefixes) for header in info.headers)

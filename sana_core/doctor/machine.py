@@ -1,4 +1,4 @@
-"""What this machine is: versions, GPUs, which kernels run on them, and what others have replaced in torch."""
+"""Lines about this machine: versions, GPUs, the kernels that run on them, and torch functions that were replaced."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .report import Report
 HERE = Path(__file__).parents[2]
 SECTION = "This machine"
 OLDEST_TORCH = "2.6"
-# beside those in requirements.txt, for what they decide
-OTHERS = ("triton", "triton-windows", "xformers", "sageattention", "peft", "ray", "torchao")
-# functions of torch that packs are known to replace, and that SANA computes with
+# Packages that are not in requirements.txt, but change how SANA runs.
+OPTIONAL = ("triton", "triton-windows", "xformers", "sageattention", "peft", "ray", "torchao")
+# Functions of torch that SANA uses, and that other packs are known to replace.
 REPLACEABLE = ("scaled_dot_product_attention", "layer_norm", "rms_norm", "silu", "conv2d", "linear")
 
 
 def describe_machine(report: Report) -> None:
-    """Add lines on versions, and on functions of torch that have been replaced."""
+    """Add lines about versions, and about functions of torch that have been replaced."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     report.note(SECTION, "system", system)
     with report.checking(SECTION, "sana-nodes"):
@@ -41,25 +41,26 @@ def check_versions(report: Report) -> None:
     from packaging.requirements import Requirement
 
     for line in (f"torch>={OLDEST_TORCH}", *requirements()):
-        wanted = Requirement(line)
-        found = torch.__version__ if wanted.name == "torch" else installed(wanted.name)
-        right = bool(found) and wanted.specifier.contains(found, prereleases=True)
-        report.judge(SECTION, wanted.name, str(wanted.specifier), found or "not installed", right)
-    for name in OTHERS:
-        if found := installed(name):
-            report.note(SECTION, name, found)
+        requirement = Requirement(line)
+        actual = torch.__version__ if requirement.name == "torch" else installed(requirement.name)
+        right = bool(actual) and requirement.specifier.contains(actual, prereleases=True)
+        report.judge(SECTION, requirement.name, str(requirement.specifier), actual or "not installed", right)
+    for name in OPTIONAL:
+        if actual := installed(name):
+            report.note(SECTION, name, actual)
 
 
 def requirements() -> list[str]:
-    """Return the requirements of this package, of its checkout or of its installation."""
+    """Return the requirements of this package, from its checkout or its installation."""
     file = HERE / "requirements.txt"
     if file.is_file():
         return file.read_text().split()
-    # pip does not install the file, but records its lines. Those of extras have a marker.
+    # pip does not install the file, but records its lines. The requirements of extras have a marker.
     return [line for line in requires("sana-nodes") or () if ";" not in line]
 
 
 def installed(name: str) -> str:
+    """Return the version of an installed package, or an empty text."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -67,10 +68,10 @@ def installed(name: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, empty where there is none."""
+    """Return the commit of this checkout, or an empty text without a checkout."""
     git = HERE / ".git"
     if git.is_file():
-        # a worktree's file says where its own folder is
+        # In a worktree, .git is a file with the path of the worktree's git folder.
         git = HERE / git.read_text().removeprefix("gitdir: ").strip()
     if not (git / "HEAD").is_file():
         return ""
@@ -87,24 +88,24 @@ def commit() -> str:
 
 
 def describe_devices(report: Report) -> None:
-    """Add a line on each accelerator, or on the CPU, and on the fused kernels of each type that it computes in."""
-    own = current_accelerator()
-    if own is None:
+    """Add a line for each accelerator, or for the CPU, and a line about the fused kernels for each 16-bit dtype."""
+    accelerator = current_accelerator()
+    if accelerator is None:
         free, total = memory_info(torch.device("cpu"))
         words = f"{torch.get_num_threads()} threads, {total / 1e9:.0f} GB, {free / 1e9:.0f} free"
         report.note(SECTION, "no accelerator: CPU", words)
         return
     for index in range(torch.accelerator.device_count()):
-        device = torch.device(own.type, index)
+        device = torch.device(accelerator.type, index)
         with report.checking(SECTION, str(device)):
             report.note(SECTION, str(device), describe_card(device))
-    for dtype in accelerator_dtypes(own):
+    for dtype in accelerator_dtypes(accelerator):
         with report.checking(SECTION, f"fused kernels, {dtype}"):
-            check_kernels(report, own, dtype)
+            check_kernels(report, accelerator, dtype)
 
 
 def check_kernels(report: Report, device: torch.device, dtype: torch.dtype) -> None:
-    """Add a line on the fused kernels that do not build or run on `device`, and why."""
+    """Add a line with the fused kernels that do not build or run on `device`, and the reasons."""
     refused = refused_kernels(device, dtype)
     got = "; ".join(f"not {kernel} ({why})" for kernel, why in refused.items()) or "all"
     report.judge(SECTION, f"fused kernels, {named(dtype)}", "all", got, not refused)
@@ -115,22 +116,22 @@ def named(dtype: torch.dtype) -> str:
 
 
 def accelerator_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the 16-bit types that `device` computes in."""
+    """Return the 16-bit dtypes that `device` supports."""
     return [torch.bfloat16, torch.float16] if has_bf16(device) else [torch.float16]
 
 
 def describe_card(device: torch.device) -> str:
-    """Return name, architecture, memory and types of one accelerator."""
+    """Return name, architecture, dtypes and memory of an accelerator as text."""
     free, total = memory_info(device)
     words = [device.type]
     if device.type != "mps":
-        own = torch.get_device_module(device)
-        properties = own.get_device_properties(device)
-        words = [own.get_device_name(device)]
+        module = torch.get_device_module(device)
+        properties = module.get_device_properties(device)
+        words = [module.get_device_name(device)]
         words += [str(getattr(properties, "gcnArchName", ""))] if torch.version.hip else []
-        if own is torch.cuda and torch.version.hip is None:
+        if module is torch.cuda and torch.version.hip is None:
             words.append(f"compute {properties.major}.{properties.minor}")
-            # float8 products since Ada (CUDA's documentation of cuBLASLt)
+            # GPUs multiply float8 since Ada (documentation of cuBLASLt).
             words.append("fp8" if (properties.major, properties.minor) >= (8, 9) else "no fp8")
     words.append("bf16" if has_bf16(device) else "no bf16")
     words.append(f"{total / 1e9:.1f} GB, {free / 1e9:.1f} free")

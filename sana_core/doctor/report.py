@@ -1,4 +1,4 @@
-"""The lines of a report, as Markdown for a bug report and as JSON; nothing in them says who or where."""
+"""The lines of a report, as Markdown for a bug report and as JSON. They contain no user name, path or address."""
 
 from __future__ import annotations
 
@@ -17,52 +17,56 @@ RIGHT, WRONG, FAILED, SKIPPED, NOTED = "right", "WRONG", "FAILED", "skipped", "n
 LONGEST = 300
 # The checks that have not begun after this time are skipped.
 SECONDS = 110.0
-# what Markdown would take for its own in a name of a file
+# Characters in names of files that Markdown would interpret.
 MARKS = re.compile(r"[\\`*<\[|]")
 
 
 class Line(NamedTuple):
-    """What was looked at, what was expected of it, what was got, and one of the verdicts."""
+    """One row of a report."""
 
     section: str
-    what: str
+    # The package, device, kernel or file that was checked.
+    subject: str
     expected: str
     got: str
+    # RIGHT, WRONG, FAILED, SKIPPED or NOTED.
     verdict: str
 
 
 class Report:
-    """Lines, which `poll` may cancel by raising, and which after `seconds` are skipped."""
+    """Collects lines. `poll` is called before each check and cancels by raising.
 
-    def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, tell: Callable[[str], object] = str) -> None:
-        """`tell` hears what is checked next."""
+    Checks that would begin later than `seconds` are skipped. `on_check` is called with the subject of each check.
+    """
+
+    def __init__(self, poll: Poll = no_poll, seconds: float = SECONDS, on_check: Callable[[str], object] = str) -> None:
         self.lines: list[Line] = []
         # {name of one of the user's folders: its label in lines}
         self.folders: dict[str, str] = {}
-        self.tell = tell
+        self.on_check = on_check
         self.end = time.monotonic() + seconds
         self.cancel = poll
         self.cancelled = False
 
     def poll(self) -> None:
-        """Let the caller cancel, whatever is being checked."""
+        """Call the caller's poll. Remember its error, so that `checking` does not turn it into a line."""
         try:
             self.cancel()
         except BaseException:
             self.cancelled = True
             raise
 
-    def add(self, section: str, what: str, expected: str, got: str, verdict: str) -> None:
-        self.lines.append(Line(section, self.anonymous(what), expected, self.anonymous(got), verdict))
+    def add(self, section: str, subject: str, expected: str, got: str, verdict: str) -> None:
+        self.lines.append(Line(section, self.anonymous(subject), expected, self.anonymous(got), verdict))
 
     def anonymous(self, text: str) -> str:
-        """Return `text` without places, and with numbers for the names of the user's folders."""
+        """Return `text` without paths, addresses and secrets, and with labels for the names of the user's folders."""
         return without_folders(without_places(text), self.folders)
 
     def label(self, path: Path) -> str:
-        """Return how lines name `path`: a file by its name, a folder by a number unless its name is a usual one.
+        """Return the name of `path` in lines: the name of a file or of a usual folder, or "folder N" for other folders.
 
-        The root and the current folder have no name.
+        For the root and the current folder it is empty.
         """
         # Behind a folder that cannot be searched, `is_dir` raises PermissionError. Such a path counts as a folder.
         with suppress(OSError):
@@ -72,39 +76,39 @@ class Report:
             return path.name
         return self.folders.setdefault(path.name, f"folder {len(self.folders) + 1}")
 
-    def note(self, section: str, what: str, got: str) -> None:
-        """Add a line that there is nothing to expect of."""
-        self.add(section, what, "", got, NOTED)
+    def note(self, section: str, subject: str, got: str) -> None:
+        """Add a line without an expected value."""
+        self.add(section, subject, "", got, NOTED)
 
-    def judge(self, section: str, what: str, expected: str, got: str, right: bool) -> None:
-        self.add(section, what, expected, got, RIGHT if right else WRONG)
+    def judge(self, section: str, subject: str, expected: str, got: str, right: bool) -> None:
+        self.add(section, subject, expected, got, RIGHT if right else WRONG)
 
     @contextmanager
-    def checking(self, section: str, what: str) -> Iterator[None]:
-        """A context for one check, whose failure becomes a line."""
+    def checking(self, section: str, subject: str) -> Iterator[None]:
+        """A context for one check. An error becomes a line with the verdict FAILED."""
         try:
             self.poll()
-            self.tell(what)
+            self.on_check(subject)
             yield
         except Exception as error:
             if self.cancelled:
                 raise
             # Replace names before the text is cut: half a folder's name would not be recognised.
-            self.add(section, what, "no error", self.anonymous(first_line(error))[:LONGEST], FAILED)
+            self.add(section, subject, "no error", self.anonymous(first_line(error))[:LONGEST], FAILED)
 
-    def skip(self, section: str, what: str, why: str) -> None:
-        self.add(section, what, "", why, SKIPPED)
+    def skip(self, section: str, subject: str, why: str) -> None:
+        self.add(section, subject, "", why, SKIPPED)
 
-    def late(self, section: str, what: str) -> bool:
-        """Whether the time is over, with a line that says so of what is then not checked."""
+    def late(self, section: str, subject: str) -> bool:
+        """Whether the time is over. If so, add a line that `subject` was skipped."""
         is_late = time.monotonic() > self.end
         if is_late:
-            self.skip(section, what, "no time left")
+            self.skip(section, subject, "no time left")
         return is_late
 
     @property
     def faults(self) -> list[Line]:
-        """The lines that something is wrong with."""
+        """The lines with the verdict WRONG or FAILED."""
         return [line for line in self.lines if line.verdict in (WRONG, FAILED)]
 
     def summary(self) -> str:
@@ -114,13 +118,13 @@ class Report:
         return f"{len(checked)} checks, {len(self.faults)} with a fault, {skipped} skipped"
 
     def markdown(self) -> str:
-        """Return the report as it is pasted: faults first, then all."""
+        """Return the report as Markdown: the faults, then all lines of each section."""
         parts = ["### SANA Doctor", self.summary()]
         if self.faults:
             parts.append(table(self.faults))
         for section in dict.fromkeys(line.section for line in self.lines):
-            own = [line for line in self.lines if line.section == section]
-            parts.append(f"<details><summary>{section}</summary>\n\n{table(own)}\n</details>")
+            section_lines = [line for line in self.lines if line.section == section]
+            parts.append(f"<details><summary>{section}</summary>\n\n{table(section_lines)}\n</details>")
         return "\n\n".join(parts) + "\n"
 
     def as_json(self) -> dict[str, object]:
@@ -128,6 +132,6 @@ class Report:
 
 
 def table(lines: list[Line]) -> str:
-    rows = [("what", "expected", "got", "verdict"), ("---",) * 4, *(line[1:] for line in lines)]
+    rows = [("subject", "expected", "got", "verdict"), ("---",) * 4, *(line[1:] for line in lines)]
     escaped = [[MARKS.sub(r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in escaped)

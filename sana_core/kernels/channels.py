@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .support import launch, power_of_two
 
-# elements of one program, and of one warp's threads 16 each
+# Elements per program, which is 16 for each thread of its four warps.
 TILE = 2048
 
 
@@ -20,7 +20,7 @@ def activate(value, activation: tl.constexpr):
     if activation == "silu":
         value = value * tl.sigmoid(value)
     elif activation == "relu":
-        # NaN stays NaN
+        # This comparison keeps NaN.
         value = tl.where(value < 0, 0.0, value)
     return value
 
@@ -58,7 +58,7 @@ def map_rows(
 
 
 def tile(positions: int, channels: int) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Return the grid and the sizes of a program for a map of so many positions and channels."""
+    """Return the grid and the sizes of a program for a map of `positions` x `channels`."""
     block = power_of_two(channels)
     rows = max(1, TILE // block)
     return (-(-positions // rows),), {"channels": channels, "block": block, "rows": rows}
@@ -73,10 +73,10 @@ def rms_norm(
     out: torch.Tensor | None = None,
     activation: str = "",
 ) -> torch.Tensor:
-    """Return the RMS norm of `x` [N, C] over C, times `weight`, plus `bias` and `residual` [N, C], activated.
+    """Return activation(norm(`x`) * `weight` + `bias` + `residual`), with the RMS norm over the channels of `x` [N, C].
 
-    All are contiguous, but for the rows of `x`, which may be apart; `out` may be `x`. Sums and products are in float32,
-    and rounded once.
+    All tensors are contiguous, except that the rows of `x` may have gaps. `out` may be `x`. Sums and products are in
+    float32 and rounded once.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     grid, sizes = tile(*x.shape)
@@ -86,7 +86,7 @@ def rms_norm(
 
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor, activation: str = "") -> None:
-    """Write `x` [N, C] plus `bias` [C], activated, into `out` [N, C], which may be `x`. All are contiguous."""
+    """Write activation(`x` [N, C] + `bias` [C]) into `out` [N, C], which may be `x`. All are contiguous."""
     grid, sizes = tile(*x.shape)
     arguments = x, None, bias, None, out, len(x), x.stride(0), 0.0
     launch(map_rows, grid, x, *arguments, **sizes, activation=activation)

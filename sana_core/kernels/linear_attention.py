@@ -69,11 +69,11 @@ def attention_outputs(
     first, channel = (head // heads).to(tl.int64) * positions, (head % heads * size + column)[None, :]
     summed = tl.zeros((size, size), tl.float32)
     total = tl.zeros((size,), tl.float32)
-    for other in range(parts):
-        own = sums + (head * parts + other) * (size + 1) * size
-        # A shard's sums over the whole image are in float64.
-        summed += tl.load(own + column[:, None] * size + column[None, :]).to(tl.float32)
-        total += tl.load(own + size * size + column).to(tl.float32)
+    for index in range(parts):
+        part_sums = sums + (head * parts + index) * (size + 1) * size
+        # If the image is sharded, its sums are in float64.
+        summed += tl.load(part_sums + column[:, None] * size + column[None, :]).to(tl.float32)
+        total += tl.load(part_sums + size * size + column).to(tl.float32)
     for start in range(split * part, tl.minimum(split * part + part, positions), block):
         row = start + tl.arange(0, block)
         mask, position = (row < positions)[:, None], (first + row)[:, None]
@@ -129,14 +129,14 @@ def relu_attention(
 
 
 def in_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return `states` [B, N, D] so that all rows are as far apart, as they are in a part of the columns of more."""
+    """Return `states` [B, N, D] with the same stride between all rows. A slice of a wider tensor's columns has it."""
     regular = states.stride(2) == 1 and states.stride(0) == states.shape[1] * states.stride(1)
     return states if regular else states.contiguous()
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how float32 numbers are multiplied: three products of TF32 lose nothing that 16 bits would keep.
+    """Return Triton's precision for products of float32.
 
-    Triton's AMD backend has no such products.
+    For 16-bit inputs, three products of TF32 are exact enough and faster. Triton's AMD backend does not have them.
     """
     return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32x3"

@@ -36,7 +36,7 @@ def residual_norm(
         update = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
             update *= tl.load(gate + image * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        # as it is stored, and as the next block reads it
+        # The norm uses the rounded sum, which is stored and which the next block reads.
         rounded = (value + update).to(hidden.dtype.element_ty)
         tl.store(hidden + row * width + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -56,10 +56,10 @@ def add_then_norm(
     scale: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `hidden` [B, N, D] plus its `branch`, and the LayerNorm of that, times `scale`, plus `shift`, [B, 1, D].
+    """Return the sum `hidden` + gate * update, and LayerNorm(sum) * `scale` + `shift`.
 
-    `branch` is what is added in place, as `add_gated` does, and the gate [B, 1, D] that multiplies it, if any. The norm
-    has no weights; without `shift` there is none.
+    `hidden` [B, N, D] is overwritten with the sum if it is contiguous. `branch` is (update [B, N, D], gate [B, 1, D]),
+    which may be None. `scale` and `shift` are [B, 1, D]. The norm has no weights. Without `shift` there is no norm.
     """
     batch, positions, width = hidden.shape
     update, gate = branch
@@ -93,7 +93,7 @@ def add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) ->
 
 
 def in_rows(batch: int, *tables: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return `tables` [B or 1, 1, D] so that a row of each is one piece of memory, and all are as far apart."""
+    """Return `tables` [B or 1, 1, D] with contiguous rows and the same stride between rows."""
     rows = [None if table is None else table.expand(batch, -1, -1) for table in tables]
     strides = {(table.stride(0), table.stride(2)) for table in rows if table is not None}
     if len(strides) > 1 or any(stride != 1 for _, stride in strides):

@@ -1,4 +1,4 @@
-"""How kernels are launched, and their sizes."""
+"""Launches kernels on the right device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel on the device of `like`, whichever device is the current one."""
     if like.device.type == "cpu" or torch.compiler.is_compiling():
-        # Triton's interpreter, or a graph that knows its devices
+        # Triton's interpreter and compiled graphs need no current device.
         device: Any = contextlib.nullcontext()
     else:
         device = torch.get_device_module(like.device).device(like.device)

@@ -1,4 +1,4 @@
-"""Where the fused kernels run: each is tried once, on a few elements, before any work is done."""
+"""Finds out which fused kernels run on a device. Each kernel is tried once, on a few elements, before its first use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ CHANNELS = 64
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> frozenset[str]:
-    """Return the fused kernels that build and run on `device` with tensors of `dtype`; plain torch does the work of the
-    others, and all of it on a CPU."""
+    """Return the fused kernels that build and run on `device` with tensors of `dtype`. On a CPU there are none.
+
+    Plain torch replaces all other kernels.
+    """
     return frozenset() if device.type in WITHOUT else frozenset(TRIALS) - refused_kernels(device, dtype).keys()
 
 
 @functools.cache
 def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return {kernel: why} of those that do not build or run on the accelerator `device` with tensors of `dtype`, as
-    without Triton, without a compiler or on an old GPU; tried once, on a few elements, and logged.
+    """Return {kernel: reason} of the kernels that do not build or run on the accelerator `device` with `dtype`.
 
-    Raises what says that memory ran out.
+    Reasons are a missing Triton, a missing compiler or an old GPU. They are also logged. Errors about memory are
+    raised, because they say nothing about the kernel.
     """
     reasons: dict[str, str] = {}
     for name, attempt in TRIALS.items():
@@ -71,7 +73,7 @@ def try_modulation(rows: torch.Tensor) -> None:
         add_then_norm(rows[None], branch, table, table, 1e-6)
 
 
-# one for each file of kernels
+# One function for each file of kernels.
 TRIALS = {
     "channels": try_channels,
     "gated_depthwise": try_gated_depthwise,

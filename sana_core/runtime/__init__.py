@@ -1,1 +1,1 @@
-"""What all of `sana_core` stands on: devices, cancellation, files that are written whole, the lock of a folder."""
+"""Basics for all of `sana_core`: devices, cancellation, atomic files, the lock of a folder, checks of values."""

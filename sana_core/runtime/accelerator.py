@@ -44,7 +44,7 @@ MEMORY_RAN_OUT = re.compile(
             # The allocator queries NVML while it builds its OutOfMemoryError. Where the query failed, torch
             # before 2.10 raised this assertion instead (c10/cuda/CUDACachingAllocator.cpp, reportProcessMemoryInfo).
             r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",
-            # aten/src/ATen/miopen/Exceptions.h has the bare name of the status
+            # aten/src/ATen/miopen/Exceptions.h: only the name of the status
             r"miopenStatusAllocFailed",
             # XPU: "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)" (torch-xpu-ops
             # issue 5432), "... 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)" (pytorch issue 190972), before oneAPI 2025
@@ -87,9 +87,9 @@ AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that can still be allocated on `device`, and all that it has."""
+    """Return the bytes that can still be allocated on `device`, and its total bytes."""
     if device.type in ("cpu", "mps"):
-        # Apple's GPU has the machine's
+        # Apple's GPU uses the machine's memory.
         import psutil
 
         machine = psutil.virtual_memory()
@@ -101,7 +101,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     except RuntimeError as error:
         if is_driver_error(error):
             raise
-        # Drivers of Intel's integrated GPUs and of some Arc GPUs do not report free memory: torch.xpu raises then.
+        # torch.xpu raises if the driver does not report free memory, as on Intel's integrated GPUs and some Arc GPUs.
         total = module.get_device_properties(device).total_memory
         free = total - module.memory_reserved(device)
         logger.info(
@@ -127,29 +127,30 @@ def has_bf16(device: torch.device) -> bool:
     """Whether `device` computes in bfloat16 faster than in float32, by the same rules as ComfyUI's."""
     if device.type == "mps":
         return torch.backends.mps.is_macos_or_newer(14, 0)
-    own = torch.get_device_module(device)
-    if own is not torch.cuda:
-        return device.type != "cpu" and own.is_bf16_supported()
-    properties = own.get_device_properties(device)
+    module = torch.get_device_module(device)
+    if module is not torch.cuda:
+        return device.type != "cpu" and module.is_bf16_supported()
+    properties = module.get_device_properties(device)
     if torch.version.hip is not None:
         return not properties.gcnArchName.startswith(AMD_WITHOUT_BF16)
     return properties.major >= 8
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the accelerator that torch uses where none is named, None where this machine has none."""
+    """Return torch's default accelerator, or None if this machine has none."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device that a setting `name`s, and for an empty one this machine's accelerator, or its CPU.
+    """Return the device with this name. If `name` is empty, return this machine's accelerator or else its CPU.
 
-    Raises InputError for one that torch or this machine has not.
+    Raises InputError for a device that this machine or torch does not have.
     """
-    own = current_accelerator()
+    accelerator = current_accelerator()
     if not name:
-        return own or torch.device("cpu")
-    names = ["cpu", *(f"{own.type}:{index}" for index in range(torch.accelerator.device_count()) if own)]
+        return accelerator or torch.device("cpu")
+    count = torch.accelerator.device_count()
+    names = ["cpu", *(f"{accelerator.type}:{index}" for index in range(count) if accelerator)]
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -160,7 +161,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Return a context in which `device` is the current device of this thread, where its kind of device has one."""
+    """Return a context in which `device` is this thread's current device. It does nothing for a CPU and Apple's GPU."""
     if device.type == "cpu" or device.index is None:
         return nullcontext()
     context = getattr(torch.get_device_module(device), "device", nullcontext)
@@ -185,13 +186,13 @@ def empty_cache(device: torch.device | None = None) -> None:
     device = device or current_accelerator()
     if device is None or device.type == "cpu":
         return
-    # While a failed device is the current one, CUDA answers every call with that device's error.
+    # While a failed device is the current one, every call to CUDA returns that device's error.
     with current_device(device):
         torch.get_device_module(device).empty_cache()
 
 
 def is_driver_error(error: BaseException | None) -> bool:
-    """Whether an accelerator failed, for example after an access to an illegal address, and not the work on it."""
+    """Whether `error` is a failure of an accelerator or its driver, such as an access to an illegal address."""
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
     accelerator_error = getattr(torch, "AcceleratorError", None)
@@ -221,6 +222,6 @@ def release_memory_of(error: BaseException, device: torch.device | None = None) 
         empty_cache(device)
     except Exception as failure:
         logger.warning("cannot empty the memory cache of %s: %.200s", device, failure)
-        # Its frames refer to the frame of this function, and so to `error`.
+        # Its frames refer to the frame of this function, and therefore to `error`.
         failure.__traceback__ = None
     return error

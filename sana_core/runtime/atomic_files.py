@@ -21,9 +21,9 @@ from uuid import uuid4
 
 from ..errors import ExistingFileError, OutputError, SanaError
 
-# bytes read at a time
+# Bytes to read at a time.
 BLOCK = 1 << 24
-# bytes of a record, a digest or the description of a run
+# Maximum bytes of a record, a digest or the description of a run.
 LARGEST_SMALL = 64_000_000
 # Windows: ERROR_ACCESS_DENIED, ERROR_SHARING_VIOLATION and ERROR_LOCK_VIOLATION.
 IN_USE = (5, 32, 33)
@@ -56,12 +56,12 @@ def reason_of(error: OSError) -> str:
 
 @contextmanager
 def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterator[Path]:
-    """Yield a path to write to. The file then appears as `path`: whole and on the disk, or not at all.
+    """Yield a path to write to. At the end, the file is moved to `path`, complete and on the disk, or not at all.
 
-    Until then it is a hidden file in the same folder. A process that is killed leaves that file behind; the next call
-    for the folder removes it. Without `replace`, a file at `path` stays, even if it appeared meanwhile. Raises
-    ExistingFileError for such a file, and OutputError that names `field` and `path` when the file cannot be written. If
-    another program has the file at `path` open for long, the new file gets a similar name, which the error contains.
+    Until then it is a hidden file in the same folder. A process that is killed leaves that file behind. The next call
+    for the folder removes it. Without `replace`, an existing file at `path` is never replaced, even if it appeared in
+    the meantime. Raises ExistingFileError for such a file, and OutputError if the file cannot be written. If another
+    program has the file at `path` open for long, the new file gets a similar name, which the error contains.
     """
     try:
         remove_stale_parts(path.parent)
@@ -73,14 +73,14 @@ def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterat
             except PermissionError as error:
                 raise OutputError(
                     f"{field}: {path} cannot be written ({reason_of(error)}); close the program that has it open; the "
-                    f"new file is {move_beside(part, path)}"
+                    f"new file is at {move_beside(part, path)}"
                 ) from error
     except (SanaError, BrokenPipeError):
         # A SanaError names another file. BrokenPipeError: nobody reads the progress any more.
         raise
     except OSError as error:
         raise OutputError(
-            f"{field}: {path} cannot be written ({reason_of(error)}); see its folder, its rights and its disk"
+            f"{field}: {path} cannot be written ({reason_of(error)}); check its folder, permissions and disk"
         ) from error
 
 
@@ -265,16 +265,15 @@ def check_free(paths: Iterable[Path], replace: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder `path` if it is not there. Raises OutputError with a remedy where nothing can be written."""
+    """Create the folder `path` if it does not exist. Raises OutputError if no file can be written into it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # a file without a name, so that a process that is killed here leaves nothing
+        # A file without a name, so that a process that is killed here leaves nothing behind.
         with TemporaryFile(dir=path):
             pass
     except OSError as error:
         raise OutputError(
-            f"out: got {path.absolute()}, where nothing can be written ({error.strerror}), expected a folder of yours; "
-            "name another"
+            f"out: got {path.absolute()}, expected a folder that you can write to ({error.strerror}); choose another"
         ) from error
 
 
@@ -283,13 +282,13 @@ def digest_of(data: bytes) -> str:
     return sha256(data).hexdigest()
 
 
-def digest_file(path: Path, read: Callable[[int], None] = lambda count: None) -> str:
-    """Return the digest of what is in a file; `read` is told of the bytes as they are read. Raises OSError."""
+def digest_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
+    """Return the SHA-256 of a file's content. `progress` receives the size of each block. Raises OSError."""
     digest = sha256()
     with path.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
             digest.update(block)
-            read(len(block))
+            progress(len(block))
     return digest.hexdigest()
 
 
@@ -302,7 +301,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder with all in it, is on the disk. Raises OSError."""
+    """Wait until a file, or a folder with its content, is on the disk. Raises OSError."""
     if not path.is_dir():
         with path.open("r+b") as stream:
             fsync(stream.fileno())
@@ -314,7 +313,7 @@ def sync(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until the names in `folder` are on the disk too. Raises OSError."""
-    # Windows opens no folder as a file
+    # Windows does not open folders as files.
     if sys.platform != "win32":
         descriptor = open_descriptor(folder, O_RDONLY)
         try:

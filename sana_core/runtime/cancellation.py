@@ -19,8 +19,7 @@ def no_poll() -> None:
 
 
 class Polled(TorchFunctionMode):
-    """A context in which `poll` is called before each of torch's functions that this thread calls: for forwards of the
-    library, which know of no cancelling."""
+    """A context that calls `poll` before each torch function of this thread, to cancel forwards of diffusers."""
 
     def __init__(self, poll: Poll) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class Polled(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
-        # how a no_grad ends: the poll would raise between it and the mode that it restores
+        # `no_grad` restores the previous mode with this function. An error of the poll would prevent that.
         if function is not torch._C._set_grad_enabled:
             self.poll()
         return function(*args, **(kwargs or {}))
@@ -41,8 +40,10 @@ class Polled(TorchFunctionMode):
 
 @contextmanager
 def noting_interrupts() -> Iterator[Poll]:
-    """A context that gives a poll, which raises KeyboardInterrupt after a Ctrl+C that was swallowed: Python ignores
-    what it raises in a callback of a library, or where an object is deleted. In the main thread alone.
+    """A context with a poll that raises KeyboardInterrupt after a Ctrl+C. Works only in the main thread.
+
+    Python ignores a KeyboardInterrupt that it raises in a library's callback or while an object is deleted. The poll
+    raises it again.
     """
     noted: list[int] = []
 

@@ -14,13 +14,13 @@ RENAME = "rename that file or folder"
 
 
 def check_number(field: str, value: float, low: float, high: float) -> None:
-    """Raise InputError unless low <= `value` <= high; NaN is neither."""
+    """Raise InputError unless low <= `value` <= high. NaN is refused."""
     if not (isinstance(value, Real) and low <= value <= high):
         raise InputError(f"{field}: got {value!r:.40}, expected a number from {low} to {high}")
 
 
 def check_whole(field: str, value: float, low: int, high: int) -> None:
-    """Raise InputError unless `value` is a whole number from `low` to `high`; 20.0 is one."""
+    """Raise InputError unless `value` is a whole number from `low` to `high`. 20.0 counts as whole."""
     if not (isinstance(value, Real) and low <= value <= high and value == int(value)):
         raise InputError(f"{field}: got {value!r:.40}, expected a whole number from {low} to {high}")
 
@@ -33,17 +33,17 @@ def check_name(field: str, value: object, known: Iterable[str]) -> None:
 
 
 def check_text(field: str, text: str, remedy: str = "write the text again") -> None:
-    """Raise InputError for a lone surrogate: strings in JSON and Python can contain one, UTF-8 cannot."""
+    """Raise InputError for a lone surrogate, which strings in JSON and Python can contain, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{field}: holds half a character (a lone surrogate) at position {error.start}; {remedy}"
+            f"{field}: contains half a character (a lone surrogate) at position {error.start}; {remedy}"
         ) from None
 
 
 def check_finite(field: str, values: torch.Tensor) -> None:
-    """Raise InputError if `values` [B, C, H, W] hold NaN or infinity, saying how many and where the first is."""
+    """Raise InputError if `values` [B, C, H, W] contain NaN or infinity. The error contains the first position."""
     wrong = ~values.isfinite()
     count = int(wrong.sum())
     if count:

@@ -1,12 +1,12 @@
-"""One run at a time holds a folder, so that no other touches what it writes there.
+"""The lock of an output folder: only one run at a time may write to it.
 
-On one machine, and on network folders that carry locks, a lock of the operating system decides; it ends with its
-process, however that ends. No call tells whether a lock reaches other machines, so a record beside it identifies the
-run that holds the folder. The run renews its record while it lives. A record of another machine that does not change
-belongs to a dead run.
+On one machine, and on network folders that support locks, a lock of the operating system decides. It ends with its
+process, even if the process is killed. No call reports whether a lock reaches other machines. A record beside the lock
+therefore identifies the run that holds the folder. The run renews its record while it is alive. If the record of
+another machine's run does not change, that run is dead.
 
-A server may publish the folder, as ComfyUI publishes its output folder. So the record contains no name, process or
-path. It contains digests of the machine's name and of the run's token, which are enough for the next run to compare.
+A server may publish the folder, as ComfyUI publishes its output folder. The record therefore contains no name, process
+or path. It contains digests of the machine's name and of the run's token, which the next run can compare.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from .atomic_files import digest_of, is_named, lock, patiently, read_small, remo
 
 logger = logging.getLogger(__name__)
 
-# in the folder that is held, all of it ours
+# The subfolder of the held folder that contains the lock, the record and unfinished files.
 OWN = ".sana-batch"
 LOCK = "lock"
 RECORD = "holder.json"
+# Prefixes of the folder of a run, and of the folder of a dead run that is being removed.
 RUN = "run-"
 GONE = "gone-"
 MARK = "mark"
-# A complete state of a training that could not be moved to its place. The next training moves it.
+# A complete state of a training that could not be moved to its final path. The next training moves it.
 STATE_PARTS, STATE = ".state-*.part", "state.json"
 # How often to open the lock file if it seems to be another file every time.
 LOCK_ATTEMPTS = 10
-# seconds between two renewals of the record
+# Seconds between two renewals of the record.
 HEARTBEAT_INTERVAL = 5.0
-# a run of another machine is dead when its record stood still for so many seconds
+# A run of another machine is considered dead if its record has not changed for this many seconds.
 STALE_AFTER = 30.0
 POLL_INTERVAL = 0.5
 LARGEST_RECORD = 10_000
@@ -53,14 +54,18 @@ TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 class Holder(NamedTuple):
     """The record of the run that holds a folder."""
 
-    run: str  # digest of the run's token
-    machine: str  # digest of the machine's name and of `run`
+    # Digest of the run's token.
+    run: str
+    # Digest of the machine's name and of `run`.
+    machine: str
+    # The time at which the run began.
     since: str
-    beat: int = 0  # how often the record was renewed
+    # How often the record was renewed.
+    beat: int = 0
 
 
 class Hold:
-    """A folder that this run holds. `run` is a folder in it for unfinished files; it goes when the run ends."""
+    """A folder that this run holds. `run` is its subfolder for unfinished files, which is removed when the run ends."""
 
     def __init__(self, folder: Path) -> None:
         token = uuid4().hex
@@ -72,11 +77,11 @@ class Hold:
         self.ended, self.lost = threading.Event(), threading.Event()
 
     def check(self) -> None:
-        """Raise InUseError once another run has taken the folder, as this one was thought dead."""
+        """Raise InUseError if another run has taken the folder, because it considered this run dead."""
         if self.lost.is_set():
             raise InUseError(
-                f"out: another run has taken {self.folder}, for this one gave no sign of life for {STALE_AFTER:.0f} s; "
-                "the same command resumes later"
+                f"out: another run has taken {self.folder}, because this run did not renew its record for "
+                f"{STALE_AFTER:.0f} s; run the same command later to resume"
             )
 
     def write(self, replace: bool) -> None:
@@ -84,12 +89,12 @@ class Hold:
         write_whole(self.record, json.dumps(self.holder._asdict(), allow_nan=False).encode(), self.run, replace)
 
     def renew(self) -> None:
-        """What a thread does until the end: say every few seconds that the run lives."""
+        """Renew the record every few seconds until the run ends. A thread runs this."""
         while not self.ended.wait(HEARTBEAT_INTERVAL):
-            # a disk that is full or away for a moment is the concern of what writes images
+            # A disk may be full or unavailable for a moment. Writing the images reports that.
             with suppress(OSError):
-                found = read_record(self.record)
-                if found is None or found.run != self.holder.run:
+                holder = read_record(self.record)
+                if holder is None or holder.run != self.holder.run:
                     self.lost.set()
                     return
                 self.holder = self.holder._replace(beat=self.holder.beat + 1)
@@ -100,10 +105,10 @@ class Hold:
 def hold(folder: Path) -> Iterator[Hold]:
     """Hold `folder`, creating it if needed, and remove the unfinished files of dead runs.
 
-    If another machine's run left its record in the folder, waits half a minute to see whether that run is alive. Raises
-    InUseError with the time at which the other run began, and OSError for a folder that cannot be written.
+    If the folder contains the record of another machine's run, waits half a minute to see whether that run is alive.
+    Raises InUseError with the time at which the other run began, and OSError for a folder that cannot be written.
     """
-    own = folder / OWN
+    lock_folder = folder / OWN
     check_lock_files(folder)
     stream, locked = open_lock(folder)
     with stream:
@@ -115,10 +120,10 @@ def hold(folder: Path) -> Iterator[Hold]:
                 (held.run / MARK).touch()
                 claim(held, locked)
             except FileNotFoundError:
-                # a run that came at the same moment has won, and has cleared this one's folder away
+                # Another run started at the same moment, took the lock, and removed this run's folder.
                 raise in_use(folder, read_record(held.record)) from None
             thread.start()
-            for run in [*own.glob(f"{RUN}*"), *own.glob(f"{GONE}*")]:
+            for run in [*lock_folder.glob(f"{RUN}*"), *lock_folder.glob(f"{GONE}*")]:
                 if run != held.run:
                     remove_run(run)
             yield held
@@ -128,13 +133,13 @@ def hold(folder: Path) -> Iterator[Hold]:
                 thread.join()
             remove_run(held.run)
             with suppress(OSError):
-                found = read_record(held.record)
-                if found is not None and found.run == held.holder.run:
+                holder = read_record(held.record)
+                if holder is not None and holder.run == held.holder.run:
                     remove(held.record)
-                if found is None or found.run == held.holder.run:
-                    # a process that waits for this lock notices that it has no name any more
-                    remove(own / LOCK)
-                    own.rmdir()
+                if holder is None or holder.run == held.holder.run:
+                    # A process that has already opened this file notices in `open_lock` that it has no name any more.
+                    remove(lock_folder / LOCK)
+                    lock_folder.rmdir()
 
 
 def check_lock_files(folder: Path) -> None:
@@ -154,9 +159,9 @@ def check_lock_files(folder: Path) -> None:
 
 
 def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
-    """Return the open file of the lock, and whether this process has locked it; not where the disk knows no locks.
+    """Return the open lock file, and whether it is locked. On a disk without locks it is not.
 
-    Raises BlockingIOError where another process has.
+    Raises InUseError if another process has locked it.
     """
     path = folder / OWN / LOCK
     for attempt in count(1):
@@ -165,7 +170,8 @@ def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
             # Windows refuses to open a file that is being removed.
             stream = patiently(lambda: path.open("ab"))
         except FileNotFoundError:
-            continue  # the run that had the folder has just ended
+            # The run that held the folder has just ended.
+            continue
         try:
             locked = lock(stream)
         except BlockingIOError:
@@ -179,32 +185,32 @@ def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
 
 
 def claim(held: Hold, locked: bool) -> None:
-    """Write this run's record where there is none, or over a dead run's. Raises InUseError for one that lives."""
-    found = read_record(held.record)
-    if found is None:
+    """Write this run's record, also over the record of a dead run. Raises InUseError if the other run is alive."""
+    holder = read_record(held.record)
+    if holder is None:
         try:
             held.write(replace=False)
         except FileExistsError:
             raise in_use(held.folder, read_record(held.record)) from None
-    elif locked and found.machine == machine_digest(found.run):
-        # the lock reaches all of this machine, so that run is dead
+    elif locked and holder.machine == machine_digest(holder.run):
+        # On one machine, a lock excludes every other run that is alive. The other run is therefore dead.
         held.write(replace=True)
     else:
-        wait_for_heartbeat(held, found)
+        wait_for_heartbeat(held, holder)
         held.write(replace=True)
-        # of two that take it at the same moment, one finds the other's record
+        # If two runs take the folder at the same moment, the first one reads the record of the second one here.
         time.sleep(HEARTBEAT_INTERVAL)
-        found = read_record(held.record)
-        if found is None or found.run != held.holder.run:
-            raise in_use(held.folder, found)
+        holder = read_record(held.record)
+        if holder is None or holder.run != held.holder.run:
+            raise in_use(held.folder, holder)
 
 
-def wait_for_heartbeat(held: Hold, found: Holder) -> None:
-    """Raise InUseError if the run of the record `found` lives."""
+def wait_for_heartbeat(held: Hold, other: Holder) -> None:
+    """Raise InUseError if the run of the record `other` is alive."""
     logger.warning(
-        "batch: %s may be in use by a run that began at %s; waiting %.0f s to see whether it lives",
+        "batch: %s may be in use by a run that began at %s; waiting %.0f s to see whether it is alive",
         held.folder,
-        found.since,
+        other.since,
         STALE_AFTER,
     )
     end = time.monotonic() + STALE_AFTER
@@ -213,7 +219,7 @@ def wait_for_heartbeat(held: Hold, found: Holder) -> None:
         now = read_record(held.record)
         if now is None:
             return
-        if now != found:
+        if now != other:
             raise in_use(held.folder, now)
 
 
@@ -223,18 +229,18 @@ def machine_digest(run: str) -> str:
 
 
 def read_record(path: Path) -> Holder | None:
-    """Return who holds the folder, None for nobody. Raises ReadError for a record that is damaged."""
+    """Return the record of the run that holds the folder, or None. Raises ReadError for a damaged record."""
     try:
         # Windows refuses to open a file that is being replaced.
         holder = Holder(**json.loads(patiently(lambda: read_small(path, LARGEST_RECORD))))
-        # Others can write this file, and messages contain its time.
+        # Other users may be able to write this file, and messages contain its time.
         if not TIME.fullmatch(holder.since) or type(holder.beat) is not int:
             raise ValueError
         return holder
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError):
-        raise ReadError(f"{path}: damaged; remove {path.parent.name} if no run is at work in the folder") from None
+        raise ReadError(f"{path}: damaged; remove {path.parent.name} if no run is using the folder") from None
 
 
 def in_use(folder: Path, holder: Holder | None) -> InUseError:
@@ -243,14 +249,19 @@ def in_use(folder: Path, holder: Holder | None) -> InUseError:
 
 
 def check_run(folder: Path, run: str) -> None:
-    """Raise MissingFileError unless the run of that name holds `folder`, OutputError where it cannot be written."""
-    own = folder / OWN / run
-    if not (own / MARK).is_file():
-        raise MissingFileError(f"out: {folder} is not the driver's folder here; mount the same one at this path")
+    """Check on another machine that `folder` is the one that the driver's run holds.
+
+    Raises MissingFileError for another folder, and OutputError if it cannot be written.
+    """
+    run_folder = folder / OWN / run
+    if not (run_folder / MARK).is_file():
+        raise MissingFileError(f"out: {folder} is not the driver's folder; mount the same folder at this path")
     try:
-        write_whole(own / f".{uuid4().hex}.part", b"", own)
+        write_whole(run_folder / f".{uuid4().hex}.part", b"", run_folder)
     except OSError as error:
-        raise OutputError(f"out: cannot write into {folder} ({error.strerror}); see its rights and its disk") from error
+        raise OutputError(
+            f"out: cannot write into {folder} ({error.strerror}); check its permissions and disk"
+        ) from error
 
 
 def kept_states(run: Path) -> list[Path]:
@@ -259,9 +270,9 @@ def kept_states(run: Path) -> list[Path]:
 
 
 def remove_run(run: Path) -> None:
-    """Remove the folder of a run with its unfinished files. Other files, and complete states, stay where they are.
+    """Remove the folder of a run with its unfinished files. Other files, and complete states, are not removed.
 
-    A machine that still works for a dead run cannot write after that.
+    A machine that still works for a dead run cannot write any more afterwards.
     """
     if run.is_symlink():
         # Files behind a link are not ours.

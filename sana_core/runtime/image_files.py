@@ -1,4 +1,4 @@
-"""PNG and TIFF files written row by row, since an image of 8192 x 8192 should not be in memory twice."""
+"""Writes PNG and TIFF files row by row, so that an image of 8192 x 8192 is not in memory twice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ..errors import InputError
 
 Rows = Iterator[np.ndarray]  # uint8 [n, W, 3], from top to bottom
 
-LEVEL = 4  # of compression; above it an image takes much longer for little
-PNG_ROWS = 32  # filtered at a time, so that the temporary arrays fit into the processor's cache
+# zlib's level for TIFF. Higher levels take much longer and save little.
+LEVEL = 4
+# Rows that are filtered at a time. Few, so that the temporary arrays fit into the processor's cache.
+PNG_ROWS = 32
 NO_TEXTS: Mapping[str, str] = MappingProxyType({})
-TIFF_ROWS = 64  # of a strip, which is compressed alone
+# Rows of a strip. Each strip is compressed separately.
+TIFF_ROWS = 64
 SOFTWARE = "sana_core"
 
 
@@ -31,7 +34,7 @@ def levels(pixels: torch.Tensor) -> np.ndarray:
 
 
 def write_png(file: BinaryIO, width: int, height: int, rows: Rows, texts: Mapping[str, str] = NO_TEXTS) -> None:
-    """Write a PNG of 8 bits RGB with ASCII `texts` by their keywords. https://www.w3.org/TR/png-3/
+    """Write an 8-bit RGB PNG. `texts` maps keywords to ASCII texts. https://www.w3.org/TR/png-3/
 
     Every row is predicted by filter 4 (Paeth), and zlib only replaces runs of equal bytes. For images of a model the
     files are about as large as with all of Pillow's filters and a search for repetitions, in a third of the time.
@@ -84,7 +87,7 @@ def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
 
     def strips() -> Iterator[bytes]:
         for strip in regroup(rows, TIFF_ROWS):
-            # predictor 2: what differs from the pixel to the left
+            # Predictor 2: the difference from the pixel to the left.
             differences = np.concatenate([strip[:, :1], strip[:, 1:] - strip[:, :-1]], axis=1)
             yield zlib.compress(differences.tobytes(), LEVEL)
 
@@ -103,16 +106,16 @@ def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
 
 
 def regroup(rows: Rows, count: int) -> Rows:
-    """Yield the same rows, `count` at a time, the last ones fewer."""
-    waiting: list[np.ndarray] = []
+    """Yield the same rows, `count` at a time, and fewer at the end."""
+    pending: list[np.ndarray] = []
     for strip in rows:
-        waiting.append(strip)
-        if sum(map(len, waiting)) >= count:
-            whole = np.concatenate(waiting)
-            cut = len(whole) // count * count
-            yield from np.split(whole[:cut], cut // count)
-            waiting = [whole[cut:]]
-    if waiting and len(last := np.concatenate(waiting)):
+        pending.append(strip)
+        if sum(map(len, pending)) >= count:
+            joined = np.concatenate(pending)
+            cut = len(joined) // count * count
+            yield from np.split(joined[:cut], cut // count)
+            pending = [joined[cut:]]
+    if pending and len(last := np.concatenate(pending)):
         yield last
 
 

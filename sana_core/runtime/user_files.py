@@ -8,11 +8,11 @@ from stat import S_ISREG
 from ..errors import MissingFileError, ReadError
 
 
-def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> bytes:
-    """Return the content of `file`, or its first `most` bytes.
+def read_user_file(field: str, file: Path, expected: str, max_bytes: int = -1) -> bytes:
+    """Return the content of `file`, or its first `max_bytes` bytes.
 
     Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, and
-    ReadError for a folder, for a pipe, socket or device, and for a file that cannot be read.
+    ReadError for anything but a readable file.
     """
     shown = f"{str(file):.240}"
     try:
@@ -22,7 +22,7 @@ def read_user_file(field: str, file: Path, expected: str, most: int = -1) -> byt
         if not S_ISREG(file.stat().st_mode):
             raise ReadError(f"{field}: got {shown}, a pipe, socket or device, expected {expected}; name a file")
         with file.open("rb") as stream:
-            return stream.read(most)
+            return stream.read(max_bytes)
     except FileNotFoundError:
         raise MissingFileError(f"{field}: no such file {shown}, expected {expected}; check its spelling") from None
     except ReadError:

@@ -72,9 +72,11 @@ class Prepared(NamedTuple):
     """Everything that stays the same in all steps with the same passes and image size."""
 
     constants: Constants
-    guidance: torch.Tensor | None  # Distilled models embed the guidance. None: another model.
+    # Distilled models only: the guidance that they embed.
+    guidance: torch.Tensor | None
     perturbation: Perturbation | None
-    steering: Constants | None  # constants of the ControlNet
+    # Constants of the ControlNet.
+    steering: Constants | None
 
 
 def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, prefix: str = "") -> PerturbedAttention:
@@ -108,7 +110,8 @@ class ShardedModel(NamedTuple):
     """
 
     run: Callable[[torch.Tensor, Callable[[Shard], torch.Tensor], int], torch.Tensor]
-    members: Sequence[SanaTransformer2DModel]  # one transformer per device; Shard.member is the index
+    # One transformer per device. Shard.member is the index.
+    members: Sequence[SanaTransformer2DModel]
 
 
 def run_unsharded(x: torch.Tensor, work: Callable[[Shard], torch.Tensor], parts: int) -> torch.Tensor:
@@ -134,8 +137,8 @@ def denoiser(
     is no uncond pass at guidance 1, outside the interval, and in distilled models, which embed the guidance. All passes
     of a step are one batch.
     """
-    run, given = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
-    members = [one if isinstance(one, ControlledModel) else ControlledModel(one) for one in given]
+    run, models = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
+    members = [item if isinstance(item, ControlledModel) else ControlledModel(item) for item in models]
     # Read once, because diffusers searches all modules for the dtype.
     config, dtype = members[0].transformer.config, members[0].transformer.dtype
     forward = torch.compile(velocity, mode=compile_mode()) if members[0].compiled else velocity
@@ -156,8 +159,8 @@ def denoiser(
             constants, embedded, perturbation, steering = prepared[key]
             times = times_of(member.transformer, sigma, whole_timesteps, batch).expand(count * len(x))
             residuals = steer(member.control, batch, sigma, whole_timesteps, steering)
-            own = partial(forward, member.transformer)
-            return shard_velocity(own, shard, times, constants, embedded, perturbation, residuals)
+            member_forward = partial(forward, member.transformer)
+            return shard_velocity(member_forward, shard, times, constants, embedded, perturbation, residuals)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
@@ -221,22 +224,22 @@ def prepare_passes(
 
 
 def steer(
-    control: Control | None, x: torch.Tensor, sigma: float, whole: bool, prompts: Constants | None
+    control: Control | None, x: torch.Tensor, sigma: float, whole_timesteps: bool, prompts: Constants | None
 ) -> list[torch.Tensor | None]:
     """Return the ControlNet's residuals for all passes in `x` at `sigma`. Without a ControlNet the list is empty."""
     if control is None or prompts is None:
         return []
     latents = control.latents.to(x)
     latents = latents.repeat(len(x) // len(latents), 1, 1, 1)
-    times = times_of(control.controlnet, sigma, whole, x).expand(len(x))
+    times = times_of(control.controlnet, sigma, whole_timesteps, x).expand(len(x))
     return control_residuals(control.controlnet, x, times, prompts, latents)
 
 
 def times_of(
-    model: SanaTransformer2DModel | SanaControlNetModel, sigma: float, whole: bool, x: torch.Tensor
+    model: SanaTransformer2DModel | SanaControlNetModel, sigma: float, whole_timesteps: bool, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the model's timestep for `sigma`, a float32 scalar on the device of `x`."""
     # The schedules are exact for this product in float32 (see flow_dpm_sigmas).
-    time = model_timestep(model, torch.tensor(sigma, dtype=torch.float32) * 1000, whole)
+    time = model_timestep(model, torch.tensor(sigma, dtype=torch.float32) * 1000, whole_timesteps)
     # A fill by value does not wait for the device. A copy from the CPU would.
     return torch.full((), time.item(), dtype=torch.float32, device=x.device)

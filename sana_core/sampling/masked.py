@@ -1,4 +1,4 @@
-"""Sampling from an image's latents, all of them or where a mask says so, as ComfyUI does it."""
+"""Sampling that starts from the latents of an image, with or without a mask, as in ComfyUI."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ if TYPE_CHECKING:
 
 
 class InitImage(NamedTuple):
-    """What sampling starts from: latents [1, 32, h, w] in the model's scale, and a mask of that shape, 1 where they are
-    sampled again and 0 where they stay; without it, they are sampled again everywhere."""
+    """The image that sampling starts from."""
 
+    # [1, 32, h, w], in the model's scale.
     latents: torch.Tensor
+    # Same shape: 1 where the latents are sampled again, 0 where they are preserved. None: sample everything again.
     mask: torch.Tensor | None
 
 
 def start_from_image(
     init: InitImage, model: Denoiser, noise: torch.Tensor, sigma: float
 ) -> tuple[Denoiser, torch.Tensor]:
-    """Return `model` as it keeps what the mask keeps, and what it starts from at `sigma` with that `noise`.
+    """Wrap `model` to preserve the latents outside the mask. Returns it, and the noisy latents at `sigma`.
 
-    The operations of KSamplerX0Inpaint in ComfyUI's comfy/samplers.py in their order, for the same bits.
+    It is bit-identical to KSamplerX0Inpaint in ComfyUI's comfy/samplers.py: the same operations in the same order.
     """
     latents = init.latents.to(noise)
 
@@ -33,9 +34,9 @@ def start_from_image(
     if init.mask is None:
         return model, noised(sigma)
     mask = init.mask.to(noise)
-    kept = 1.0 - mask
+    preserved = 1.0 - mask
 
     def masked(x: torch.Tensor, sigma: float) -> torch.Tensor:
-        return model(x * mask + noised(sigma) * kept, sigma) * mask + latents * kept
+        return model(x * mask + noised(sigma) * preserved, sigma) * mask + latents * preserved
 
     return masked, noised(sigma)

@@ -27,10 +27,13 @@ Denoiser = Callable[[torch.Tensor, float], torch.Tensor]
 class StepState(TypedDict):
     """The argument of a callback, with k-diffusion's names."""
 
-    i: int  # number of the step
-    x: torch.Tensor  # latents before the step
+    # Number of the step.
+    i: int
+    # Latents before the step.
+    x: torch.Tensor
     sigma: float
-    denoised: torch.Tensor  # the model's x0
+    # The model's x0.
+    denoised: torch.Tensor
 
 
 Callback = Callable[[StepState], object]
@@ -106,9 +109,9 @@ def sample_flow_dpmpp(
         if callback is not None:
             callback({"i": i, "x": x, "sigma": sigma[i], "denoised": denoised})
         x0s = [denoised, *x0s[: order - 1]]
-        left = steps - i
-        lowers_order = sigma[-1] == 0 and (left == 1 or steps < FEW_STEPS or always_lower_order)
-        weights = dpmpp_weights(lambdas[: i + 2], min(len(x0s), left) if lowers_order else len(x0s))
+        remaining = steps - i
+        lowers_order = sigma[-1] == 0 and (remaining == 1 or steps < FEW_STEPS or always_lower_order)
+        weights = dpmpp_weights(lambdas[: i + 2], min(len(x0s), remaining) if lowers_order else len(x0s))
         x = sigma[i + 1] / sigma[i] * x
         for weight, x0 in zip(weights, x0s, strict=False):
             x = x.add(x0, alpha=(1 - sigma[i + 1]) * weight)

@@ -1,6 +1,6 @@
-"""SANA's schedules: descending flow sigmas from noise to image, one function each.
+"""SANA's schedules: descending flow sigmas from noise to image.
 
-sigma is the share of noise, x_sigma = (1 - sigma) x0 + sigma noise. Each returns [steps + 1] float32 on the CPU.
+sigma is the share of noise: x_sigma = (1 - sigma) x0 + sigma noise. Schedules are [steps + 1] float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def check_steps(steps: int) -> None:
 
 
 def shift_sigmas(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
-    """Move the schedule towards noise, as larger images want (Esser et al. 2024, section 5.3.2)."""
+    """Move the schedule towards noise, which larger images need (Esser et al. 2024, section 5.3.2)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def flow_euler_sigmas(steps: int, shift: float) -> torch.Tensor:
-    """Return [steps + 1] sigmas from 1 to 0: those of diffusers' FlowMatchEulerDiscreteScheduler.
+    """Return the [steps + 1] sigmas of diffusers' FlowMatchEulerDiscreteScheduler, from 1 to 0.
 
-    It shifts twice: the smallest sigma of training, then the whole line between 1 and that. Raises InputError unless
-    `steps` is a whole number from 1 to 1000.
+    It shifts twice: first the smallest sigma of training, then all sigmas between 1 and this one. Raises InputError
+    unless `steps` is a whole number from 1 to 1000.
     """
     check_steps(steps)
     smallest = shift_sigmas(torch.tensor(1 / 1000, dtype=torch.float64), shift)
@@ -51,11 +51,12 @@ def flow_dpm_sigmas(steps: int, shift: float, float32: bool = False) -> torch.Te
     if float32:
         return shift_sigmas(1 - torch.linspace(1, 1 / 1000, int(steps) + 1), shift).flip(0)
     exact = shift_sigmas(1 - torch.from_numpy(np.linspace(1, 1 / 1000, int(steps) + 1)), shift).flip(0)
-    sigmas, whole = exact.float(), (1000 * exact).floor()
-    # float32, and its product again, may round to the other side of a whole timestep: by two steps of float32 at most
+    sigmas, timesteps = exact.float(), (1000 * exact).floor()
+    # The rounding to float32 and the rounding of the product may each cross a whole timestep. Correct the sigmas by up
+    # to two steps of float32, so that 1000 sigma has the timestep of float64.
     for _ in range(2):
-        found = (1000 * sigmas).floor()
-        sigmas = torch.where(found == whole, sigmas, sigmas.nextafter(torch.where(found > whole, 0.0, 1.0)))
+        rounded = (1000 * sigmas).floor()
+        sigmas = torch.where(rounded == timesteps, sigmas, sigmas.nextafter(torch.where(rounded > timesteps, 0.0, 1.0)))
     return sigmas
 
 
@@ -64,9 +65,9 @@ def scm_timesteps(
 ) -> torch.Tensor:
     """Return [steps + 1] float64 angles of TrigFlow from `max_timestep` to 0 (SANA-Sprint, section 4).
 
-    The intermediate angle is that of the second of two steps and has no meaning for other numbers of steps; those are
-    evenly spaced. Raises InputError for steps that are not a whole number from 1 to 1000, and for angles that are not
-    0 < intermediate < max <= 1.5708.
+    With two steps, the second one begins at `intermediate_timestep`. With other numbers of steps, the angles are evenly
+    spaced and `intermediate_timestep` is not used. Raises InputError for steps that are not a whole number from 1 to
+    1000, and for angles that are not 0 < intermediate < max <= 1.5708.
     """
     check_steps(steps)
     if not 0 < max_timestep <= MAX_TIMESTEP:
@@ -91,29 +92,29 @@ def scm_sigmas(
     """
     angles = scm_timesteps(steps, max_timestep, intermediate_timestep)
     sigmas = torch.sin(angles) / (torch.sin(angles) + torch.cos(angles))
-    # 1.57080 lies 4e-6 beyond pi / 2
+    # 1.57080 is 4e-6 larger than pi / 2, so the first sigma would exceed 1.
     return sigmas.clamp(max=1).float()
 
 
 def trim_schedule(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
-    """Return the last `steps` steps of a schedule of `steps` / `denoise`: as much noise as a half-denoised image has.
+    """Return the last `steps` steps of a schedule with `steps` / `denoise` steps, for image to image.
 
-    No sigma at all for `denoise` 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number from 1
-    to 1000.
+    The result is empty if `denoise` is 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number
+    from 1 to 1000.
     """
     check_steps(steps)
     check_number("denoise", denoise, 0, 1)
     if denoise == 0:
         return torch.empty(0)
-    # more than the training's timesteps would repeat sigmas
-    whole = int(min(steps / denoise, LARGEST_STEPS))
-    return schedule(whole)[-(int(steps) + 1) :]
+    # More steps than the training has timesteps would repeat sigmas.
+    all_steps = int(min(steps / denoise, LARGEST_STEPS))
+    return schedule(all_steps)[-(int(steps) + 1) :]
 
 
 def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
-    """Return the last `strength` of the steps in `sigmas`, rounded up, none for 0: img2img as SANA-Sprint does it.
+    """Return the last `strength` * steps steps of `sigmas`, rounded up, as SANA-Sprint does image to image.
 
-    Raises InputError unless 0 <= `strength` <= 1.
+    The result is empty if `strength` is 0. Raises InputError unless 0 <= `strength` <= 1.
     """
     check_number("strength", strength, 0, 1)
     steps = len(sigmas) - 1
@@ -122,7 +123,7 @@ def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
 
 
 def descending(sigmas: torch.Tensor) -> list[float]:
-    """Return `sigmas` as numbers of the host, read once, so that no step waits for the device.
+    """Return `sigmas` as Python numbers. They are read once, so that no step waits for the device.
 
     Raises InputError unless they descend from at most 1 to at least 0.
     """

@@ -119,7 +119,7 @@ def test_a_driver_killed_at_random_moments_draws_each_picture_once(cluster, word
         said = end_after(start(words(cluster.address, "out")), out, len(kept) + chance.randint(1, 10), number)
         assert "Traceback" not in said and "SIGTERM received" not in said
         if number == signal.SIGINT:
-            assert "stopped; every file that was named is whole" in said and "connecting to the cluster" in said
+            assert "stopped; all files that were listed are complete" in said and "connecting to the cluster" in said
         times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
         assert kept.items() <= times.items()
         kept = times
@@ -176,7 +176,7 @@ def test_a_full_shared_disk_ends_the_run_with_a_hint_and_costs_no_picture(words,
     assert done.returncode == 0, done.stderr[-3000:]
     full, rest, drawn = done.stdout.split("=====\n")
     assert re.search(
-        r"out: cannot write into .*/out \(No space left on device\); see its rights and its disk$", full.strip()
+        r"out: cannot write into .*/out \(No space left on device\); check its permissions and disk$", full.strip()
     )
     (number,) = re.findall(r"^at least (\d+) of 60 images exist; run the same command for the rest$", full, re.M)
     (found,) = re.findall(r"^(\d+) of 60 images exist$", rest, re.M)

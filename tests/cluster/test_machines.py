@@ -160,4 +160,4 @@ def test_devices_of_this_machine_are_refused_beside_a_cluster(checkpoint, capsys
 @pytest.mark.parametrize("share", [("--gpus", "2"), ("--gpus-per-worker", "0.5"), ("--resource", "big")])
 def test_a_share_is_of_a_cluster(checkpoint, capsys, share):
     assert main(["generate", "a circle", "--checkpoint", str(checkpoint), *share]) == 1
-    assert "it is for the machines of a cluster; add --cluster" in capsys.readouterr().err
+    assert "it is only for a cluster; add --cluster" in capsys.readouterr().err

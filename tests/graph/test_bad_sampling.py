@@ -132,7 +132,7 @@ def test_joined_prompts(host, base_graph):
 
 def test_a_lone_surrogate_in_a_prompt(host, base_graph):
     message = error(host, base_graph(text="a \ud83d circle"))
-    assert message == "text: holds half a character (a lone surrogate) at position 2; write the text again"
+    assert message == "text: contains half a character (a lone surrogate) at position 2; write the text again"
 
 
 def test_the_models_of_others(host, base_graph):

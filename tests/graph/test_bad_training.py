@@ -272,7 +272,7 @@ def test_a_clip_with_a_lora(refused, host):
 
 @pytest.mark.parametrize("field", ["trigger", "validation_prompts"])
 def test_a_lone_surrogate_in_a_text_is_refused_before_the_first_step(refused, field):
-    refused(f"^{field}: holds half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
+    refused(f"^{field}: contains half a character .* at position 2; write the text again$", **{field: "a \ud83d"})
 
 
 def test_a_clip_that_is_none(refused):
@@ -293,7 +293,7 @@ def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, p
     run = host.output / "sana_training" / "held"
     with hold(run), pytest.raises(NodeError) as caught:
         host.run(graph)
-    assert str(caught.value).startswith("name: another run is at work in that folder; wait for its end")
+    assert str(caught.value).startswith("name: another run is using that folder; wait for its end")
     (run / "held.safetensors").write_text("mine")
     with pytest.raises(NodeError, match="^out: sana_training.held.held.safetensors is not of this run"):
         host.run(graph)
@@ -341,7 +341,9 @@ def test_resolutions(host, pictures, resolution):
 
 @pytest.mark.parametrize("folder", ["..", "../models", "missing", "/etc", 3])
 def test_folders_outside_of_the_input_folder(host, folder):
-    with pytest.raises(NodeError, match="^folder: got .*, expected one in ComfyUI's input folder; put your images"):
+    with pytest.raises(
+        NodeError, match="^folder: got .*, expected a folder in ComfyUI's input folder; put your images"
+    ):
         host.output_of("SanaNodesDataset", linked={"folder": folder}, resolution=128)
 
 

@@ -91,7 +91,7 @@ def test_a_broken_file_takes_no_node_away_and_is_the_operators_to_see(
     assert str(operators_file) in caplog.text and 'expected {"address": "ray://HOST:10001"}' in caplog.text
     with pytest.raises(NodeError) as caught:
         host.run(cluster_graph())
-    assert str(caught.value) == "devices: the server's cluster.json is broken; its operator finds why in the log"
+    assert str(caught.value) == "devices: the server's cluster.json is broken; its operator finds the reason in the log"
 
 
 def test_a_folder_or_a_pipe_in_its_place_is_broken_too(host, operators_file, caplog):

@@ -23,7 +23,7 @@ def lines(host, monkeypatch):
 
     def examine():
         found = host.run(GRAPH)
-        return {line["what"]: line for line in json.loads(found["json"])["lines"]}, found["report"]
+        return {line["subject"]: line for line in json.loads(found["json"])["lines"]}, found["report"]
 
     return examine
 

@@ -55,7 +55,7 @@ def test_the_bar_counts_images_alone(picking, watched):
 
 
 def test_a_lone_surrogate_in_the_prompt_is_named(picking):
-    with pytest.raises(Exception, match="^prompt: holds half a character .* at position 2; write the text again$"):
+    with pytest.raises(Exception, match="^prompt: contains half a character .* at position 2; write the text again$"):
         picking(prompt="a \ud83d circle")
 
 

@@ -292,7 +292,7 @@ def test_scores_computed_together_are_those_of_the_pieces():
         torch.cat([attention.piece_scores(one[..., a:b], 32) for one in maps], dim=1)
         for a, b in workspace.chunks(70, 16)
     ]
-    found = list(attention.together(maps, 16, 32))
+    found = list(attention.batched_scores(maps, 16, 32))
     assert len(found) == len(apart)
     for got, expected in zip(found, apart, strict=True):
         torch.testing.assert_close(got, expected)

@@ -36,14 +36,17 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
 
 def test_a_name_that_a_png_could_not_hold_is_refused(checkpoint, tmp_path):
     folder = tmp_path / os.fsdecode(b"model \xff")
-    folder.symlink_to(checkpoint)
-    with pytest.raises(InputError, match="^checkpoint: holds half a character .* at position 6; rename that file or"):
+    with pytest.raises(
+        InputError, match="^checkpoint: contains half a character .* at position 6; rename that file or"
+    ):
         describe_settings(SamplingSettings(), inspect_checkpoint(folder))
     settings = SamplingSettings(loras=((str(tmp_path / os.fsdecode(b"\xff.safetensors")), 1.0),))
-    with pytest.raises(InputError, match="^lora: holds half a character .* at position 0; rename that file or folder$"):
+    with pytest.raises(
+        InputError, match="^lora: contains half a character .* at position 0; rename that file or folder$"
+    ):
         describe_settings(settings, inspect_checkpoint(checkpoint))
     with pytest.raises(
-        InputError, match="^scorer: holds half a character .* at position 6; rename that file or folder$"
+        InputError, match="^scorer: contains half a character .* at position 6; rename that file or folder$"
     ):
         Best(1, 2, folder).describe()
 

@@ -134,7 +134,7 @@ def test_a_run_that_was_thought_dead_ends_when_it_wakes(tmp_path, no_locks):
         run = pipe.recv()
         os.kill(process.pid, signal.SIGSTOP)
         with hold(tmp_path) as held:
-            with pytest.raises(OSError, match="is not the driver's folder here"):
+            with pytest.raises(OSError, match="is not the driver's folder"):
                 check_run(tmp_path, run)
             os.kill(process.pid, signal.SIGCONT)
             assert pipe.poll(30) and "another run has taken" in pipe.recv()

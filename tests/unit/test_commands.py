@@ -147,7 +147,7 @@ def test_a_signal_ends_a_batch_tidily(checkpoint, tmp_path, number, status):
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == status, err
-    assert err == ("\nstopped; every file that was named is whole\n" if number == signal.SIGINT else "")
+    assert err == ("\nstopped; all files that were listed are complete\n" if number == signal.SIGINT else "")
     listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
     assert 3 <= len(listed) < 1000 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
 
@@ -293,9 +293,10 @@ def test_decode_overwrites_only_what_it_may(command, checkpoint, tmp_path):
 def test_decode_names_a_file_without_latents(command, checkpoint, tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "none.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
-    for name, wanted in (("none", "holds other, expected a tensor 'latents'"), ("text", "is not a safetensors file")):
-        done = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
-        assert done.returncode == 1 and wanted in done.stderr.splitlines()[-1]
+    messages = {"none": "contains other, expected a tensor 'latents'", "text": "is not a safetensors file"}
+    for name, message in messages.items():
+        process = command("decode", f"{name}.safetensors", "--checkpoint", checkpoint)
+        assert process.returncode == 1 and message in process.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("shape, dtype", [((0, 32, 2, 2), torch.float32), ((1, 32, 2, 2), torch.complex64)])
@@ -435,6 +436,5 @@ def test_a_folder_where_nothing_can_be_written_is_named_before_anything_is_drawn
     done = command(name, first, "--checkpoint", checkpoint, *size)
     assert done.returncode == 1
     assert done.stderr == (
-        f"out: got {tmp_path / 'output'}, where nothing can be written (File exists), expected a folder of yours; "
-        "name another\n"
+        f"out: got {tmp_path / 'output'}, expected a folder that you can write to (File exists); choose another\n"
     )

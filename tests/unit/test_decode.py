@@ -203,7 +203,7 @@ def test_what_is_planned_for_is_what_the_layers_say_of_themselves(kind, changes)
         (decoder_stages(model), local_layers(model.decoder, decoder_stages(model), 4, 4)),
         (encoder_stages(model), encode.local_layers(model.encoder, encoder_stages(model), (32, 32))),
     ):
-        assert [layer.shape for layer in layers if layer.shape.made] == plan.layer_shapes(stages)
+        assert [layer.shape for layer in layers if layer.shape.conv_channels] == plan.layer_shapes(stages)
 
 
 def test_nothing_is_kept_for_gradients():
@@ -218,7 +218,7 @@ def test_a_panel_is_planned_with_a_halo_on_both_sides():
     whole = plan.local_demand(stages, 64, 32 + 2 * 7, StripSize(8), True)
     assert panel.buffer == whole.buffer
     # each of the two carries rows of its own
-    assert panel.kept == 2 * whole.kept and panel.beside > whole.beside
+    assert panel.carried == 2 * whole.carried and panel.beside > whole.beside
 
 
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])

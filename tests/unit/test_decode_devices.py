@@ -201,10 +201,10 @@ def test_a_gpu_with_less_memory_than_its_plan_gets_smaller_strips_and_the_others
         report = {}
         setup.decode(report, max_bytes=2**40)
         (event,) = report["events"]
-        assert event.startswith("out of memory on cuda:1, went on with ") and not event.endswith(report["plan"])
+        assert event.startswith("out of memory on cuda:1, continued with ") and not event.endswith(report["plan"])
         cards.limit("cuda:1", setup.copy + setup.floor // 4)
         *events, last = events_of(setup, max_bytes=2**40)
-        assert all("out of memory on cuda:1, went on with" in event for event in events)
+        assert all("out of memory on cuda:1, continued with" in event for event in events)
         assert last == "cuda:1 failed (OutOfMemoryError), its rows went to the others"
 
 

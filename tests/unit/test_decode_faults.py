@@ -49,7 +49,7 @@ def test_memory_that_runs_out_in_a_convolution_costs_no_finished_row(bundled, mo
         got[0, :, top : top + pixels.shape[1]] = pixels
     assert relative(got, expected) <= 1e-5
     assert [top for top, _ in tops[1:]] == [top + count for top, count in tops[:-1]]
-    assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, went on with strips")
+    assert len(report["events"]) == 1 and report["events"][0].startswith("out of memory, continued with strips")
 
 
 def test_a_first_strip_shorter_than_the_repeated_rows_is_left_out_whole(bundled, monkeypatch):
@@ -223,7 +223,7 @@ def test_memory_that_runs_out_on_a_device_makes_the_strips_smaller_and_keeps_the
     report = {}
     assert torch.equal(decode_latents(bundled, latents, devices=["cpu"] * 2, report=report), expected)
     (event,) = report["events"]
-    assert event.startswith("out of memory on cpu, went on with strips")
+    assert event.startswith("out of memory on cpu, continued with strips")
 
 
 def test_a_device_without_room_for_the_smallest_strips_is_left_out(bundled, monkeypatch):

@@ -157,7 +157,7 @@ def test_memory_that_runs_out_costs_no_finished_row(model, monkeypatch, calls):
     monkeypatch.setattr(plan, "CPU_ROWS", (128, 64))
     floor = Planner(decoder_stages(model), 41, 3, torch.float32, False).floor().peak_bytes
     assert relative(decode_latents(model, latents, max_bytes=2 * floor, report=report), expected) <= CLOSE
-    assert report["events"] == ["out of memory, went on with strips of 64 px"]
+    assert report["events"] == ["out of memory, continued with strips of 64 px"]
 
 
 @torch.no_grad()

@@ -134,7 +134,7 @@ def test_a_batch_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
 
 FULL = re.compile(
     r"(out|target): out/[^. ]+\.(png|tif|mp4|safetensors) cannot be written \(No space left on device\); "
-    r"see its folder, its rights and its disk$"
+    r"check its folder, permissions and disk$"
 )
 
 
@@ -207,7 +207,7 @@ def write_on_a_read_only_disk():
         assert status == 1 and "Read-only file system" in said and "out" in said, (name, said)
         assert len(said.splitlines()) == 1, (name, said)
     status, said = batch("out")
-    assert status == 1 and "where nothing can be written (Read-only file system)" in said, said
+    assert status == 1 and "expected a folder that you can write to (Read-only file system)" in said, said
     assert content("out") == before
 
 
@@ -300,7 +300,7 @@ def train_on_disks_of_all_sizes():
     before = content(out)
     subprocess.run(["mount", "-o", "remount,ro", "out"], check=True)
     status, said = train()
-    assert status == 1 and "where nothing can be written (Read-only file system)" in said[0], said
+    assert status == 1 and "expected a folder that you can write to (Read-only file system)" in said[0], said
     assert content(out) == before
 
 

@@ -36,7 +36,7 @@ CYANOTYPE = ROOT / "demo" / "sana-posters-cyanotype.safetensors"
 
 
 def faults(report):
-    return {line.what: line.got for line in report.faults}
+    return {line.subject: line.got for line in report.faults}
 
 
 def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path, monkeypatch):
@@ -48,10 +48,10 @@ def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path, monk
     written = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert {line["verdict"] for line in document["lines"]} <= {"right", "noted", "skipped"}, written
-    checked = {line["what"] for line in document["lines"] if line["verdict"] == "right"}
+    checked = {line["subject"] for line in document["lines"] if line["verdict"] == "right"}
     assert {"torch", "attention, float32", "image of the bundled model"} <= checked
     assert {f"step of two blocks, width {width}, float32" for width in (1152, 2240)} <= checked
-    assert CYANOTYPE.name in {line["what"] for line in document["lines"]}
+    assert CYANOTYPE.name in {line["subject"] for line in document["lines"]}
     assert document["summary"] in written
     # nothing of where it is
     assert not any(part in written + file.read_text() for part in (str(ROOT), str(tmp_path), str(ROOT.parent)))
@@ -83,7 +83,7 @@ def test_attention_that_a_pack_has_replaced_is_named_and_measured(monkeypatch):
     machine.describe_machine(report)
     check_attention(report, CPU, torch.float32)
     assert faults(report).keys() == {"attention, float32"}
-    noted = {line.what: line.got for line in report.lines}
+    noted = {line.subject: line.got for line in report.lines}
     assert noted["torch's scaled_dot_product_attention"] == "replaced by another_pack.attention"
 
 
@@ -180,13 +180,13 @@ def test_a_published_file_is_named_and_one_that_was_changed_is_not(tmp_path, mon
     monkeypatch.setitem(files.SIZES, file.stat().st_size, "a published file")
     right, changed = Report(), Report()
     check_files(right, [file])
-    assert ("SHA-256 of text_encoder.safetensors", "right") in {(line.what, line.verdict) for line in right.lines}
+    assert ("SHA-256 of text_encoder.safetensors", "right") in {(line.subject, line.verdict) for line in right.lines}
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     check_files(changed, [file])
-    (line,) = (line for line in changed.lines if line.what == "SHA-256 of text_encoder.safetensors")
-    assert "of the size of a published file" in line.got and line.verdict == "noted"
+    (line,) = (line for line in changed.lines if line.subject == "SHA-256 of text_encoder.safetensors")
+    assert "but it has the size of a published file" in line.got and line.verdict == "noted"
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
@@ -207,7 +207,7 @@ def test_loras_of_other_models_are_counted_and_no_fault(tmp_path, as_folder):
     report = Report()
     check_files(report, [TINY / "transformer", *([folder] if as_folder else sorted(folder.iterdir()))])
     assert not report.faults
-    lines = {line.what: line.got for line in report.lines}
+    lines = {line.subject: line.got for line in report.lines}
     assert lines["LoRAs of other models"] == "20" and not any(name.startswith("sdxl") for name in lines)
     assert lines[CYANOTYPE.name].startswith("a LoRA of SANA, fits custom-")
     assert re.search(r"fits no model here: .* layers fit", lines["wider.safetensors"])
@@ -233,7 +233,7 @@ def test_without_requirements_txt_the_installed_requirements_are_checked(tmp_pat
     report = Report()
     check_versions(report)
     assert faults(report).keys() == {"numpy"}
-    assert ("diffusers", "right") in {(line.what, line.verdict) for line in report.lines}
+    assert ("diffusers", "right") in {(line.subject, line.verdict) for line in report.lines}
 
 
 def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
@@ -242,7 +242,7 @@ def test_a_file_that_is_broken_is_a_line_and_the_rest_is_checked(tmp_path):
     check_files(report, [tmp_path / "broken.safetensors", tmp_path / "missing.safetensors", CYANOTYPE])
     assert faults(report).keys() == {"broken.safetensors", "missing.safetensors"}
     assert str(tmp_path) not in report.markdown()
-    assert CYANOTYPE.name in {line.what for line in report.lines}
+    assert CYANOTYPE.name in {line.subject for line in report.lines}
 
 
 def test_odd_files_are_lines_and_pickles_of_other_programs_are_no_faults(tmp_path):
@@ -263,9 +263,9 @@ def test_odd_files_are_lines_and_pickles_of_other_programs_are_no_faults(tmp_pat
     report = Report()
     check_files(report, [tmp_path])
     assert faults(report).keys() == {"pipe.safetensors", "loop.safetensors", "zero.safetensors"}
-    noted = {line.what: line.got for line in report.lines if line.verdict == "noted"}
+    noted = {line.subject: line.got for line in report.lines if line.verdict == "noted"}
     assert all(noted[name].startswith("not read: ") for name in ("esrgan.pth", "old.pth"))
-    assert r"caf\udce9\udcff.safetensors" in {line.what for line in report.lines}
+    assert r"caf\udce9\udcff.safetensors" in {line.subject for line in report.lines}
     assert report.markdown().encode() and json.dumps(report.as_json())
 
 
@@ -274,7 +274,7 @@ def test_in_a_folder_of_thousands_what_there_is_no_time_for_is_one_line(tmp_path
         save_file({"weight": torch.ones(1)}, tmp_path / f"{index:03}.safetensors")
     report = Report(seconds=0)
     check_files(report, [tmp_path])
-    assert [(line.what, line.verdict) for line in report.lines] == [
+    assert [(line.subject, line.verdict) for line in report.lines] == [
         ("000.safetensors and the files after it", "skipped")
     ]
 
@@ -285,8 +285,8 @@ def test_a_broken_bundled_model_hides_no_other_file(tmp_path, monkeypatch):
     report = Report()
     check_files(report, [TINY / "transformer", CYANOTYPE])
     assert faults(report).keys() == {"the bundled model"}
-    assert CYANOTYPE.name in {line.what for line in report.lines}
-    assert any(line.what.startswith("SHA-256") for line in report.lines)
+    assert CYANOTYPE.name in {line.subject for line in report.lines}
+    assert any(line.subject.startswith("SHA-256") for line in report.lines)
 
 
 def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is_a_line(tmp_path, monkeypatch):
@@ -307,7 +307,7 @@ def test_links_in_circles_are_looked_at_once_and_a_folder_that_cannot_be_read_is
     monkeypatch.setattr(Path, "iterdir", refuse)
     report = Report()
     check_files(report, [models])
-    assert [line.what for line in report.lines if line.what == CYANOTYPE.name] == [CYANOTYPE.name]
+    assert [line.subject for line in report.lines if line.subject == CYANOTYPE.name] == [CYANOTYPE.name]
     assert faults(report) == {
         "folder 3": "PermissionError: Permission denied: 'folder 3'",
         "gone.safetensors": faults(report)["gone.safetensors"],
@@ -372,7 +372,7 @@ def test_walking_folders_stops_when_the_time_is_over(tmp_path):
     report = Report(seconds=1000)
     with bounded(5):
         check_files(report, [folders[0]])
-    assert [(line.what, line.got) for line in report.lines] == [("files of other models", "1")]
+    assert [(line.subject, line.got) for line in report.lines] == [("files of other models", "1")]
     # Listing these folders takes longer than the report has.
     report = Report(seconds=0.2)
     for number in range(3000):
@@ -388,7 +388,7 @@ def test_walking_folders_stops_when_the_time_is_over(tmp_path):
         check_files(report, [tmp_path / "many"])
     assert time.monotonic() - started < 5
     (line,) = report.lines
-    assert line.verdict == "skipped" and line.what.endswith(" and the files after it")
+    assert line.verdict == "skipped" and line.subject.endswith(" and the files after it")
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -410,7 +410,7 @@ def test_a_lora_of_gigabytes_is_compared_without_reading_it(tmp_path, fits):
     report = Report(seconds=1000)
     with bounded(size=5 * 10**7):
         describe_loras(report, [inspect_checkpoint(file), inspect_checkpoint(TINY / "transformer")])
-    (line,) = (line for line in report.lines if line.what == file.name)
+    (line,) = (line for line in report.lines if line.subject == file.name)
     assert line.verdict == "noted"
     expected = "fits " if fits else rf"fits no model here: .*lora_A \[{rank}, 7\]"
     assert re.match(f"a LoRA of SANA, {expected}", line.got)
@@ -442,7 +442,7 @@ def test_a_gpu_that_is_gone_is_a_line_and_the_rest_is_checked(monkeypatch):
     report = Report(seconds=0)
     examine(report, [CYANOTYPE], "cpu")
     assert faults(report) == dict.fromkeys(("devices", "arithmetic"), "RuntimeError: CUDA error: device unavailable")
-    assert {"torch", f"{CYANOTYPE.name} and the LoRAs after it"} <= {line.what for line in report.lines}
+    assert {"torch", f"{CYANOTYPE.name} and the LoRAs after it"} <= {line.subject for line in report.lines}
 
 
 class Cancelled(Exception):
@@ -467,7 +467,7 @@ def test_what_there_is_no_time_for_is_skipped():
     report = Report(seconds=0)
     check_arithmetic(report, CPU)
     check_files(report, [POSTERS])
-    skipped = {line.what for line in report.lines if line.verdict == "skipped"}
+    skipped = {line.subject for line in report.lines if line.verdict == "skipped"}
     assert "step of two blocks, width 2240, float32" in skipped and "image of the bundled model" in skipped
     assert any(what.startswith("SHA-256") for what in skipped) and not report.faults
 
@@ -499,7 +499,7 @@ def test_what_there_is_no_time_for_is_skipped():
 def test_no_place_no_address_and_no_secret_is_in_a_report(text, expected):
     report = Report()
     report.note("", text, text)
-    assert report.lines[0].got == report.lines[0].what == expected
+    assert report.lines[0].got == report.lines[0].subject == expected
 
 
 @pytest.mark.parametrize(

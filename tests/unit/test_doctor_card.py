@@ -34,11 +34,11 @@ def cards(request, no_trials):
 
 
 def faults(report):
-    return {line.what: line.got for line in report.faults}
+    return {line.subject: line.got for line in report.faults}
 
 
 def rights(report):
-    return {line.what for line in report.lines if line.verdict == "right"}
+    return {line.subject for line in report.lines if line.verdict == "right"}
 
 
 def test_tensors_of_several_devices_raise_and_bytes_are_counted():

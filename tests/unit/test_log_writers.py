@@ -73,7 +73,7 @@ def test_a_file_in_the_place_of_tensorboards_folder_is_named_and_the_training_co
     (out / "tensorboard").write_text("mine")
     assert main(["train", str(settings), "--tensorboard"]) == 0
     (line,) = [record.getMessage() for record in caplog.records if "tensorboard" in record.getMessage()]
-    assert line.startswith("tensorboard: it gets no lines (FileExistsError: File exists: ")
+    assert line.startswith("tensorboard: it receives no more lines (FileExistsError: File exists: ")
     assert (out / "tensorboard").read_text() == "mine" and len(read_log(out)) > 2
 
 
@@ -167,7 +167,7 @@ def test_wandb_without_a_login_is_one_line_and_the_training_continues(settings):
     pytest.importorskip("wandb")
     process = train_with_wandb(settings)
     assert process.returncode == 0 and "Traceback" not in process.stderr, process.stderr
-    (line,) = [line for line in process.stderr.splitlines() if line.startswith("wandb: it gets no lines (")]
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("wandb: it receives no more lines (")]
     assert line.endswith("run wandb login, or set WANDB_MODE=offline")
     assert len(read_log(settings.parent / "out")) > 2
 

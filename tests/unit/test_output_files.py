@@ -149,9 +149,7 @@ def test_many_writers_in_one_folder_lose_nothing(tmp_path):
 
 def test_the_error_names_the_file_of_the_user(tmp_path):
     path = tmp_path / "gone" / "image.png"
-    pattern = (
-        f"^out: {path} cannot be written \\(No such file or directory\\); see its folder, its rights and its disk$"
-    )
+    pattern = f"^out: {path} cannot be written \\(No such file or directory\\); check its folder, permissions and disk$"
     with pytest.raises(OutputError, match=pattern), output_file(path):
         pass
     (tmp_path / "folder.png").mkdir()
@@ -235,7 +233,9 @@ def test_a_video_in_a_folder_with_the_name_of_a_protocol(tmp_path, monkeypatch, 
 
 def test_a_video_does_not_replace_a_file_and_needs_its_folder(tmp_path):
     video = torch.zeros(3, 1, 32, 32)
-    with pytest.raises(OutputError, match="clip.mp4 cannot be written \\(No such file or directory\\); see its folder"):
+    with pytest.raises(
+        OutputError, match="clip.mp4 cannot be written \\(No such file or directory\\); check its folder"
+    ):
         write_video(tmp_path / "gone" / "clip.mp4", video)
     (tmp_path / "clip.mp4").write_bytes(b"precious")
     with pytest.raises(ExistingFileError, match="clip.mp4 exists; choose another name, or remove it$"):

@@ -205,7 +205,7 @@ BROKEN = {
         r"p.jsonl line 1: got \['a', 'b'\] for its prompt, expected a text",
     ),
     "empty prompt": ("p.jsonl", '{"prompt": " "}', "p.jsonl line 1: got None for its prompt"),
-    "half a character": ("p.jsonl", '"\\ud800"', "p.jsonl line 1: holds half a character"),
+    "half a character": ("p.jsonl", '"\\ud800"', "p.jsonl line 1: contains half a character"),
     "deep": ("p.jsonl", "[" * 100_000, "p.jsonl line 1: its JSON nests too deeply"),
     "object": ("p.json", '{"prompts": ["a"]}', "p.json: got .*, expected a JSON list of prompts"),
     "lines": ("p.json", '"a"\n"b"', r"p.json: no JSON \(Extra data.*; correct it, or name it .jsonl if"),

@@ -49,7 +49,7 @@ def published(folder, images, prompt):
 
 
 def test_a_lone_surrogate_in_the_prompt_is_refused(folder):
-    with pytest.raises(InputError, match="^prompt: holds half a character .* at position 2; write the text again$"):
+    with pytest.raises(InputError, match="^prompt: contains half a character .* at position 2; write the text again$"):
         load_scorer(folder).score(torch.zeros(1, 3, 64, 48), "a \ud83d")
 
 

@@ -63,7 +63,7 @@ def test_captions_in_json_serve_where_there_is_no_text(tmp_path):
         ("[1]", "got a list of JSON, expected an object"),
         ("{", r"no JSON \("),
         ("[" * 100000, "its JSON nests too deeply"),
-        ('{"prompt": "\\ud800"}', "caption: holds half a character"),
+        ('{"prompt": "\\ud800"}', "caption: contains half a character"),
     ],
 )
 def test_captions_that_are_none_are_named(tmp_path, text, said):

@@ -185,14 +185,14 @@ def test_the_texts_of_settings_are_known():
 @pytest.mark.parametrize("name, path, value", RUN_TEXTS, ids=[name for name, *_ in RUN_TEXTS])
 def test_a_lone_surrogate_in_a_text_is_refused_at_the_start(name, path, value):
     settings = replaced(TrainingSettings("model", "out", (PHASE,)), path, value)
-    with pytest.raises(InputError, match=f"^{name}: holds half a character .* at position 5; [a-z ]+$"):
+    with pytest.raises(InputError, match=f"^{name}: contains half a character .* at position 5; [a-z ]+$"):
         check_settings(settings)
 
 
 @pytest.mark.parametrize("name, path, value", PHASE_TEXTS, ids=[name for name, *_ in PHASE_TEXTS])
 def test_a_lone_surrogate_in_a_text_of_a_phase_is_refused_at_the_start(name, path, value):
     settings = TrainingSettings("model", "out", (PHASE, replaced(PHASE, path, value)))
-    with pytest.raises(InputError, match=f"^phase 2: {name}: holds half a character .* at position 5; [a-z ]+$"):
+    with pytest.raises(InputError, match=f"^phase 2: {name}: contains half a character .* at position 5; [a-z ]+$"):
         check_settings(settings)
 
 

@@ -1,6 +1,6 @@
-"""What the pack takes of ComfyUI that is not meant for packs, and that a new version may rename or move.
+"""All uses of ComfyUI's internals, which a new version may rename or move.
 
-Where it stands beside its use instead, tests/graph/test_host_contract.py names the file. That test says what has moved.
+If something has moved, tests/graph/test_host_contract.py fails. It also lists the uses in other files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 OLDEST = (0, 27)
-# collections of a ModelPatcher that hold what ComfyUI or a pack has put on a MODEL
+# Attributes of a ModelPatcher that contain the patches of ComfyUI or a pack.
 PATCHES = {
     "patches",
     "object_patches",
@@ -37,7 +37,7 @@ PATCHES = {
     "hook_patches",
     "additional_models",
 }
-# and those that change no image: what is loaded, what it replaced, notes of packs, and how to load it again
+# Attributes that do not change images: loaded and replaced weights, notes of packs, and the function that loads again.
 STATE = {
     "attachments",
     "backup",
@@ -55,30 +55,30 @@ STATE = {
 
 
 def check_host() -> None:
-    """Raise VersionError for a ComfyUI older than OLDEST, whose classes for models take other arguments."""
+    """Raise VersionError for a ComfyUI older than OLDEST, because the arguments of its model classes differ."""
     version = comfyui_version.__version__
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise VersionError(f"SANA: got ComfyUI {version}, expected {OLDEST[0]}.{OLDEST[1]} or newer; update ComfyUI")
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of `device` that work may take: the free ones, and what dynamic VRAM would evict for it."""
-    # it uses nothing of the patcher
+    """Return the bytes of `device` that are available: free memory, and memory that dynamic VRAM would evict."""
+    # The method does not use `self`.
     return comfy.model_patcher.ModelPatcher.get_free_memory(None, device)
 
 
 def remember_loader(patcher: ModelPatcher, load: Callable[..., ModelPatcher], path: Path, *arguments: object) -> None:
-    """Let ComfyUI make another copy of the weights of `patcher` by `load(path, *arguments)`."""
+    """Let ComfyUI load another copy of the weights of `patcher` with `load(path, *arguments)`."""
     patcher.cached_patcher_init = (load, (path, *arguments))
 
 
 def loaded_from(patcher: ModelPatcher) -> tuple:
-    """Return the path and the arguments that `remember_loader` was given."""
+    """Return the path and the arguments that were passed to `remember_loader`."""
     return patcher.cached_patcher_init[1]
 
 
 def path_of(patcher: ModelPatcher) -> str:
-    """Return the file or folder that the weights came from."""
+    """Return the file or folder that the weights were loaded from."""
     return str(Path(loaded_from(patcher)[0]).absolute())
 
 
@@ -93,18 +93,19 @@ def compile_again(clone: ModelPatcher) -> None:
 
 
 def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:
-    """Return a VAE of ComfyUI whose module is to be exchanged.
+    """Return a VAE of ComfyUI whose module the caller replaces.
 
-    It has no constructor for a module of a pack's. That of the pixel-space one, which has no weights, sets up all else.
+    ComfyUI's VAE has no constructor for another pack's module. Its pixel-space VAE has no weights, but is otherwise set
+    up completely.
     """
     return comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
 
 def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> None:
-    """Make ComfyUI's own LoRA loaders find a model's weights by `names_of` it too, {name in a LoRA: weight}.
+    """Add names to ComfyUI's LoRA loaders. `names_of` returns {name in a LoRA: name of the weight} for a model.
 
-    ComfyUI knows a model's dialects by its class, from a list in one function with no way to join it; so that function
-    is wrapped, once, and answers for other models as before.
+    ComfyUI has a fixed list of names by model class in one function, and no way to extend it. This wraps the function
+    once. Results for other models do not change.
     """
     core = comfy.lora.model_lora_keys_unet
     if getattr(core, "knows_sana", False):
@@ -120,7 +121,7 @@ def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> Non
 
 
 def pixeldit_tokenizer(tokenizer: object) -> tuple[Callable[[str], list[int]], int] | None:
-    """Return how CLIPLoader's Gemma 2 of type pixeldit splits a text, and its padding token; None for any other."""
+    """Return the tokenizer function and the padding token of CLIPLoader's Gemma 2 of type pixeldit, else None."""
     from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
 
     if not isinstance(tokenizer, PixelDiTGemma2Tokenizer):
@@ -130,9 +131,10 @@ def pixeldit_tokenizer(tokenizer: object) -> tuple[Callable[[str], list[int]], i
 
 
 def patches_of(patcher: ModelPatcher) -> set[str]:
-    """Return the names of all that ComfyUI or a pack has put on a MODEL beside patches of its weights.
+    """Return the names of all patches of a MODEL by ComfyUI or a pack, except patches of its weights.
 
-    Also of kinds that are not known here: of a newer ComfyUI's, every collection that is empty in a new patcher.
+    A newer ComfyUI may have other kinds of patches. Every collection counts that is empty in a new patcher, but not in
+    this one.
     """
     options = dict(patcher.model_options)
     names = {*options.pop("transformer_options"), *options, *patcher.object_patches, *patcher.weight_wrapper_patches}

@@ -1,7 +1,7 @@
-"""Nodes of an absent pack in prompts that come over HTTP: ours take their place before ComfyUI replaces any.
+"""Replaces the nodes of a missing pack in prompts that arrive over HTTP, before ComfyUI does.
 
-ComfyUI's own replacing answers HTTP 500 to clients that send no `_meta` or leave an input out, and where a node that it
-replaces is linked to another one by an input that has a new name.
+ComfyUI's replacement fails with HTTP 500 if a client sends no `_meta` or leaves an input out, and if a replaced node is
+linked to another replaced node by an input that has a new name.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from server import PromptServer
 
 import nodes
 
-# a node's id, and {new_id} with old_id or set_value for each of its inputs
+# The new node's id, and for each of its inputs a dict with new_id and either old_id or set_value.
 Replacement = tuple[str, list[dict[str, object]]]
 
 
 def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
-    """Let the server put `replacements`, by the old node's id, into each prompt; not for nodes that are installed."""
+    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes."""
 
     def is_old(node: object) -> bool:
-        # clients send anything, which the server refuses afterwards
+        # A client may send anything. The server refuses wrong nodes later.
         if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
             return False
         kind = node.get("class_type")
@@ -31,8 +31,8 @@ def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
         for node in filter(is_old, prompt.values()) if isinstance(prompt, dict) else ():
             node["class_type"], mapping = replacements[node["class_type"]]
             old = node["inputs"]
-            node["inputs"] = {each["new_id"]: old[each["old_id"]] for each in mapping if each.get("old_id") in old}
-            node["inputs"] |= {each["new_id"]: each["set_value"] for each in mapping if "set_value" in each}
+            node["inputs"] = {field["new_id"]: old[field["old_id"]] for field in mapping if field.get("old_id") in old}
+            node["inputs"] |= {field["new_id"]: field["set_value"] for field in mapping if "set_value" in field}
         return request
 
     PromptServer.instance.add_on_prompt_handler(replace)
