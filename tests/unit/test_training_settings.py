@@ -1,6 +1,6 @@
 """A run's TOML file: what is wrong with it is said in one line that names the key and the nearest that there is."""
 
-from dataclasses import is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -9,7 +9,7 @@ from setup import ROOT
 from sana_core.errors import InputError, MissingFileError
 from sana_core.training.preflight import all_values
 from sana_core.training.settings import Phase, TrainingSettings, check_settings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings_file import parse_toml, read_settings
 
 WHOLE = """
 model = "model"
@@ -227,3 +227,25 @@ def test_a_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_recipes_are_read(recipe):
     read_settings(recipe)
+
+
+def test_the_file_of_all_settings_has_every_field_with_its_default():
+    """Fields without a default, and those whose default a TOML file cannot express, may have any value."""
+    file = ROOT / "docs" / "settings.toml"
+    settings, written = read_settings(file), parse_toml(file.read_bytes(), "settings")
+    (phase,) = written["phase"]
+    tables = {"": (written, settings), "phase.": (phase, settings.phase[0])}
+    tables |= {f"{name}.": (written[name], getattr(settings, name)) for name in ("method", "loss", "optimizer")}
+    tables |= {f"{name}.": (written[name], getattr(settings, name)) for name in ("validation", "parallel")}
+    missing, changed = set(), set()
+    for prefix, (table, values) in tables.items():
+        for field in fields(values):
+            if field.name not in table:
+                missing.add(prefix + field.name)
+            elif field.default is not MISSING and getattr(values, field.name) != field.default:
+                changed.add(prefix + field.name)
+    assert missing == {"phase.steps", "validation.steps", "validation.guidance"}
+    assert changed == {"phase.epochs", "method.alpha"} and settings.method.scale == 1.0
+    # The two of them without a default value are there as comments.
+    text = file.read_text()
+    assert "# steps = 20" in text and "# guidance = 4.5" in text
