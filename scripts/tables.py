@@ -1,4 +1,4 @@
-"""Write the tables of sana_core/advice.py and the training settings into the documents: `python scripts/tables.py`.
+"""Write the tables of sana_core/advice.py into the documents, and docs/settings.toml: `python scripts/tables.py`.
 
 A table is between `<!-- NAME -->` and `<!-- end NAME -->`.
 """
@@ -37,7 +37,6 @@ def tables() -> dict[tuple[str, str], str]:
         ("README.md", "gpu table"): markdown(gpus),
         ("README.zh.md", "gpu table"): markdown([[in_chinese(cell) for cell in row] for row in gpus]),
         ("docs/memory.md", "model table"): markdown(model_table()),
-        ("docs/training-command.md", "training settings"): f"```toml\n{describe_settings()}\n```",
     }
 
 
@@ -54,6 +53,7 @@ def main() -> None:
     for (document, name), table in tables().items():
         path = ROOT / document
         path.write_text(replace(path.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+    (ROOT / "docs" / "settings.toml").write_text(f"{describe_settings()}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

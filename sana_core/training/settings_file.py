@@ -44,7 +44,7 @@ def describe_settings() -> str:
                 comment += f" Range: {limit}."
             lines += wrap(comment, WIDTH, initial_indent="# ", subsequent_indent="# ")
             if info.default is MISSING:
-                lines.append(f"{row.name} = ...  # required")
+                lines.append(f'{row.name} = ""  # required')
             else:
                 # TOML has no value for "not set".
                 lines.append(f"# {row.name} =" if info.default is None else f"{row.name} = {json.dumps(info.default)}")

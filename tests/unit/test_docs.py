@@ -161,7 +161,7 @@ def test_figures_are_those_of_the_last_runs():
     promised = [
         ("development", f"{mutants['killed']} of {differ} ({100 * mutants['score']:.0f} %) were noticed"),
         ("robustness", f"SIGKILL of a batch, {happened['kills']:,} times"),
-        ("robustness", f"memory of the process {ratio['rss']:.3f} of that"),
+        ("robustness", f"memory of the process {ratio['rss']:.3f} times its value after"),
     ]
     for page, sentence in promised:
         text = (ROOT / "docs" / "developer" / f"{page}.md").read_text(encoding="utf-8")

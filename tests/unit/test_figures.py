@@ -228,21 +228,21 @@ def other_figures():
     yield "docs/reference.md", "within 1e-6 with independent forwards of each codebase"
     memory = read("train_parallel")["memory"]
     ratios = f"{memory['1.6B']['predicted_of_counted']} and {memory['1.5-4.8B']['predicted_of_counted']} times"
-    yield "docs/training-command.md", f"The fsdp rows are {ratios} what was counted"
+    yield BENCHMARKS, f"The fsdp rows are {ratios} what was counted"
     saving = read("train_saving")
     lora, full, waiting = (
         f"{100 * saving[kind][way]['share']:.1g} %"
         for kind, way in (("lora", "behind"), ("full", "behind"), ("full", "at_once"))
     )
     assert (saving["lora"]["behind"]["share"], saving["save_every"]) == (0.0045, 100)
-    yield "docs/training-command.md", f"where all weights are trained, which would be {waiting} if it waited"
-    yield "docs/training-command.md", f"and {full} where all weights are trained"
-    yield "docs/training-command.md", "With a state every 100 steps that is 0.5 % of a LoRA's run on the demo model"
+    yield BENCHMARKS, f"where all weights are trained, which would be {waiting} if it waited"
+    yield BENCHMARKS, f"and {full} where all weights are trained"
+    yield BENCHMARKS, "With a state every 100 steps that is 0.5 % of a LoRA's run on the demo model"
     loss = {
         way: [sizes[f"loss at {pixels}"] for pixels in (256, 384)] for way, sizes in read("train_sizes")["ways"].items()
     }
-    yield "docs/training.md", f"one after the other at {loss['phases'][0]:.3f} and {loss['phases'][1]:.3f}"
-    yield "docs/training.md", f"mixed end at 0.943 and {loss['mixed'][1]:.3f}"
+    yield BENCHMARKS, f"one after the other at {loss['phases'][0]:.3f} and {loss['phases'][1]:.3f}"
+    yield BENCHMARKS, f"mixed end at 0.943 and {loss['mixed'][1]:.3f}"
     bytes_of = {name: forward["bytes"] / 1e9 for name, forward in read("video")["forwards"].items()}
     for size in ("480p", "720p"):
         one, both = (f"{bytes_of[f'video-2B-{size}, {count} prompts']:.2g}" for count in (1, 2))
