@@ -276,7 +276,7 @@ def work(monkeypatch):
         return write_video(path, frames, overwrite)
 
     def generate_on_cluster(workload, checkpoint, settings, where, described, report, shared, on_status):
-        # tests/cluster has real clusters. Here this process generates what a cluster would.
+        # tests/cluster has real clusters. Here this process generates the images of the cluster.
         done.append(f"{where}, chunk {workload.chunk}, {checkpoint}, {settings}, shared {shared is not None}")
         return local.generate_local(workload, checkpoint, settings, ["cpu"], report=report)
 
