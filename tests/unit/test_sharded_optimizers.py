@@ -46,7 +46,7 @@ def train_whole(name, steps=STEPS):
 
 
 def sharded_state(ranks, name):
-    """Return what state_files needs of a TrainState, with the shards of this rank."""
+    """The attributes of a TrainState that state_files uses, with the shards of this rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

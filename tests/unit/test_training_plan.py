@@ -1,4 +1,4 @@
-"""What training takes is predicted: beside what is counted of the trainer's own step, and what settings fit a card."""
+"""Predicted memory of training, compared with the counted peak of the trainer's step, and settings that fit a GPU."""
 
 import json
 import re
@@ -186,7 +186,7 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
 
 
 def test_a_plan_reads_headers_alone(monkeypatch):
-    """No weight of the bundled model is read, and its sizes are those of its files."""
+    """No weight of the bundled model is read. The sizes come from the headers of its files."""
     from sana_core.checkpoints import headers, load
 
     for module in (headers, load):
