@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SECONDS, BYTES = 10, 10**9
-# Ends a wait without work after SECONDS times this on the clock. A busy machine is a few times slower.
+# A wait without work ends after PATIENCE * SECONDS on the clock. A busy machine is a few times slower.
 PATIENCE = 6
 
 
 @contextmanager
 def bounded(seconds: int = SECONDS, size: int = BYTES):
-    """Raise TimeoutError after `seconds` of processor time, or PATIENCE times that on the clock, also in a hang.
+    """Raise TimeoutError after `seconds` of processor time, or after PATIENCE * `seconds` on the clock, also in a hang.
 
     More than `size` bytes of new memory are a MemoryError.
     """

@@ -2,9 +2,9 @@
 
 `OMP_NUM_THREADS=1 python tests/soak/fail_train.py` counts the calls of a short run that create, open for writing,
 rename or remove files in its folder, or wait until a file is on the disk. At the n-th call, for every n, the disk
-becomes read-only or full, or fails once. The checks are the checks of kill_train.py: no state is incomplete, the log has
-only grown, and files of others are unchanged. An error is one line that names the folder. The same call then ends like
-a run without faults: equal losses, equal bytes of LoRA, states and images, and no additional file.
+becomes read-only or full, or fails once. The checks are the checks of kill_train.py: no state is incomplete, the log
+has only grown, and files of others are unchanged. An error is one line that names the folder. The same call then ends
+like a run without faults: equal losses, equal bytes of LoRA, states and images, and no additional file.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ CACHED = 0.8
 CALLED = CHANGES | {"shutil.rmtree", "shutil.copyfile"}
 CALLS = 30
 FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
-# these have times and paths in them
+# These files contain times and paths.
 TIMED = {"log.jsonl", "cache/digests.json"}
 
 Prepare = Callable[[Path], None]

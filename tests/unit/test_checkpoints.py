@@ -1,4 +1,4 @@
-"""The bundled folder loads as in diffusers, and errors name what is wrong with a broken file."""
+"""The bundled folder loads as in diffusers, and errors name the defect of a broken file."""
 
 import json
 import pickle

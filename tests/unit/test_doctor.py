@@ -1,4 +1,4 @@
-"""The report of a healthy machine has no fault. The report of another machine names what is broken."""
+"""The report of a healthy machine has no fault. The report of another machine names the broken part."""
 
 import json
 import os
