@@ -1,4 +1,4 @@
-"""Run the nodes for several GPUs in ComfyUI while GPUs fail at random calls, and check the remaining images, threads and memory.
+"""Run the nodes for several GPUs in ComfyUI while GPUs fail at random calls, and check the images and leftovers.
 
 `OMP_NUM_THREADS=1 python tests/soak/fail_canvas.py --minutes 10` runs SANA Batch Sampler, SANA Decode on all devices
 and SANA Split Image on one, two and four pretended GPUs, with LoRA, ControlNet and VAE, in several states of ComfyUI's
