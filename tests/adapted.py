@@ -8,7 +8,7 @@ from sana_core.training.settings import Method
 
 
 def learn_something(model, much=0.05):
-    """Move what is trained of a model, and return the model."""
+    """Change the trainable parameters of a model in place. Returns the model."""
     numbers = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:

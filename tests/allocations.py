@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# of the allocations, every so-many-th alone: `make soak` sets 1
+# Only every n-th allocation fails. `make soak` sets 1.
 EVERY = int(os.environ.get("ALLOCATIONS_EVERY", "0"))
 SMALLEST = 1024
 
@@ -17,7 +17,7 @@ def storages(values):
 
 
 class RunsOut(TorchDispatchMode):
-    """Counts what is allocated in this thread from `SMALLEST` bytes on, and raises at the n-th, once."""
+    """Counts the allocations of at least `SMALLEST` bytes in this thread, and fails the n-th one, once."""
 
     def __init__(self, wanted=0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ten seconds of work and a gigabyte: what a broken file may cost."""
+"""A broken file may cost ten seconds of work and a gigabyte."""
 
 import resource
 import signal
@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SECONDS, BYTES = 10, 10**9
-# of the clock, for what waits without working; a machine that has other work to do is slower by a few times
+# A wait without work ends after PATIENCE * SECONDS on the clock. A busy machine is a few times slower.
 PATIENCE = 6
 
 
 @contextmanager
 def bounded(seconds: int = SECONDS, size: int = BYTES):
-    """More than `seconds` of the processor, or PATIENCE times as many of the clock, inside are a TimeoutError, also in
-    a hang; more than `size` bytes of new memory an error."""
+    """Raise TimeoutError after `seconds` of processor time, or after PATIENCE * `seconds` on the clock, also in a hang.
+
+    More than `size` bytes of new memory are a MemoryError.
+    """
 
     def stop(*ignored):
         raise TimeoutError(f"took more than {seconds} s")
@@ -22,7 +24,7 @@ def bounded(seconds: int = SECONDS, size: int = BYTES):
     before = resource.getrlimit(resource.RLIMIT_AS)
     previous = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, before[1]))
-    # again each second, for what is raised in a callback of the garbage collector is lost
+    # The signal repeats each second, because exceptions in callbacks of the garbage collector are lost.
     signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds, 1)
     signal.setitimer(signal.ITIMER_PROF, seconds, 1)
     try:

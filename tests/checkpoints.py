@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "models" / "sana-tiny"
 CHECKPOINTS = {"sana-tiny": TINY, "sana-posters": ROOT / "demo" / "sana-posters"}
-# what trains with the larger takes ten times as long
+# Training the larger model takes ten times longer.
 trained_on_both = pytest.mark.parametrize("name", ["sana-tiny", pytest.param("sana-posters", marks=pytest.mark.slow)])
 
 

@@ -1,4 +1,4 @@
-"""Paths. The project comes last on sys.path: its `nodes` must not stand before ComfyUI's nodes.py."""
+"""Paths. The project is last on sys.path, because its `nodes` must not hide ComfyUI's nodes.py."""
 
 import gc
 import io
@@ -42,7 +42,7 @@ def host(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def spiece() -> bytes:
-    """A sentencepiece model with Gemma's settings: BPE, bytes for what is unknown, text left as it is."""
+    """A sentencepiece model with Gemma's settings: BPE, byte fallback for unknown characters, no normalisation."""
     import sentencepiece
 
     from sana_core.model.reference import NVIDIA

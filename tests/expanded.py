@@ -16,7 +16,7 @@ def expand(workflow, prefix="", graph=None, given=()):
     nodes, links = {node["id"]: node for node in graph["nodes"]}, {link["id"]: link for link in graph["links"]}
 
     def source(link):
-        """Where a link comes from: [id, output], or what the node that is this subgraph has been given."""
+        """The source of a link: [id, output], or the value that the node of this subgraph received."""
         key, slot, place, inner = link["origin_id"], link["origin_slot"], prefix, nodes.get(link["origin_id"])
         if key == -10:
             return given[slot]

@@ -1,17 +1,17 @@
-"""Accelerators without one: tensors that have a device, a shape and no values, and a counter of what is done to them.
+"""Pretended accelerators: tensors with a device and a shape but without values, and a counter of operations on them.
 
 torch's FakeTensorMode carries tensors on cuda:0 and cuda:1 and raises where devices mix. `Counter` sees every operation
 below torch's compositions and counts:
 
-- launches: one for each operation that computes or copies; none for views, empty tensors and questions about a tensor.
-  A convolution with a bias counts two, since torch adds the bias of cuDNN's convolutions in a kernel of its own, and
-  the attention over the prompt's tokens counts one, or two where its mask has to be padded.
-- bytes moved: each tensor that an operation reads, once, and each that it writes, once; of broadcast ones what they
-  hold. Caches don't count and reads that a kernel repeats.
-- products: the bytes of those operations that are products of matrices, convolutions or attention.
-- peak: per device, the most bytes of tensors alive at once that came about while it counted, in blocks of 512.
-- weight_copies: convolutions of channels-last maps whose weights are not: torch rearranges those in each call, one
-  launch each that is not among the launches; nor are its bytes, `gigabytes_of_weight_copies`, among those moved.
+- launches: one for each operation that computes or copies. Views, empty tensors and queries of a tensor count none. A
+  convolution with a bias counts two, because torch adds the bias of cuDNN's convolutions in a separate kernel. The
+  attention over the prompt's tokens counts one, or two if its mask has to be padded.
+- bytes moved: each tensor that an operation reads, once, and each that it writes, once. A broadcast tensor counts the
+  bytes that it holds. Caches and repeated reads of a kernel do not count.
+- products: the bytes of products of matrices, convolutions and attention.
+- peak: per device, the most bytes alive at once of tensors created while counting, in blocks of 512.
+- weight_copies: convolutions of channels-last maps with weights in another layout. torch rearranges such weights in
+  each call. This launch is not among the launches, and its bytes, `gigabytes_of_weight_copies`, not among those moved.
 - transfers: copies between devices, and values read into the host.
 
 A Triton kernel is counted where it is launched, as one launch that reads or writes each of its tensors once, and the
@@ -43,7 +43,7 @@ torch.ones(1, requires_grad=True).sum().backward()
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 BLOCK = 512
-# besides views: they ask, or allocate, or carry a tensor into a graph
+# Operations that launch nothing, in addition to views: queries, allocations, and moves of a tensor into a graph.
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh", "_unsafe_view",
     "detach", "is_same_size", "sym_size", "sym_stride", "set_", "lift", "alias", "_reshape_alias",
@@ -55,7 +55,7 @@ WRITE_ONLY = {"copy_", "zero_", "fill_"}
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Return the bytes of the elements that `tensor` has in memory; those of a broadcast one count once."""
+    """Return the bytes that `tensor` has in memory. Broadcast elements count once."""
     count = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if stride or length == 0 else 1
@@ -71,7 +71,7 @@ def tensors(*trees: Any) -> list[torch.Tensor]:
 
 
 class Counter(TorchDispatchMode):
-    """What the module's docstring says. `scalars` are the values that the host gets when it reads one, by type."""
+    """The counter of the module's docstring. `scalars`: {dtype: value that the host reads from a tensor}."""
 
     def __init__(self, scalars: dict[torch.dtype, Any] | None = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Counter(TorchDispatchMode):
             return self.scalars[args[0].dtype]
         out = func(*args, **(kwargs or {}))
         if name == "convolution" and any(map(is_channels_last, args[:2])):
-            # as cuDNN's; a torch without CUDA does not know which library will convolve
+            # cuDNN returns channels-last. A torch without CUDA cannot know which library will convolve.
             out = torch.empty_like(out, memory_format=torch.channels_last)
         if not (name in FREE or (hasattr(func, "is_view") and func.is_view)):
             self.count(name, tensors(args, kwargs), tensors(out))
@@ -187,7 +187,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# of the Triton kernels' tensors: those that are written, and not read
+# {Triton kernel: arguments that it writes and does not read}
 WRITTEN = {
     "map_rows": {"out"},
     "residual_norm": {"out"},
@@ -211,7 +211,7 @@ def triton_bytes(name: str, given: dict[str, Any]) -> int:
 
 
 class NoDevice:
-    """In the place of torch.cuda.device, which asks a driver."""
+    """Replaces torch.cuda.device, which needs a driver."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
@@ -225,10 +225,10 @@ class NoDevice:
 
 @contextlib.contextmanager
 def fake_accelerators(counter: Counter | None = None, triton: bool = True, trial: Any = None) -> Iterator[None]:
-    """Within it, `device="cuda:0"` makes fake tensors; other threads, and modules' moves, are beyond it.
+    """Inside, `device="cuda:0"` creates fake tensors. Other threads and moves of modules are not covered.
 
-    Triton's kernels are counted in the place of being run; without `triton` they are as on a machine that has none.
-    `trial` is the module that tries them, where it is not the engine's own but that of the pack in ComfyUI.
+    Triton's kernels are counted instead of run. Without `triton` they are missing, as on a machine without Triton.
+    `trial` is the module that tries kernels. None is the engine's; tests in ComfyUI pass the pack's module.
     """
     if trial is None:
         from sana_core.kernels import trial

@@ -1,7 +1,7 @@
-"""ComfyUI with cards that are not there: released models without numbers, on devices that are only said to be cuda.
+"""ComfyUI with pretended GPUs: released models without values, on fake cuda devices.
 
-torch's FakeTensorMode carries shapes, dtypes and devices and raises where devices mix. ComfyUI's own load, unload and
-cast then run as they would on a card. What it asks torch.cuda and comfy_aimdo for is answered here.
+torch's FakeTensorMode carries shapes, dtypes and devices and raises where devices mix. ComfyUI's load, unload and cast
+run as on a GPU. This module replaces ComfyUI's calls of torch.cuda and comfy_aimdo.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 CARD = torch.device("cuda", 0)
 GB = 10**9
-# of a sampled prompt, what `int(...)` of a tensor without numbers gives: the longest prompt
+# `int(...)` of a tensor without values gives this: the tokens of the longest prompt.
 TOKENS = 300
 
 
 class Numbers(TorchDispatchMode):
-    """Answers what is read of tensors that have no numbers: prompts of 300 tokens, some of them padding."""
+    """Gives values to reads of tensors without values: prompts of 300 tokens, some of them padding."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -80,7 +80,7 @@ def pack(name):
 
 @contextmanager
 def fake_card(monkeypatch, free=80 * GB, total=None, state="NORMAL_VRAM", dynamic=False, major=8, evictable=0):
-    """ComfyUI on one card of compute capability `major` with `free` bytes, of which what it loads takes its share."""
+    """ComfyUI on one GPU of compute capability `major` with `free` bytes. Loaded models reduce the free bytes."""
     import comfy.cli_args
     import comfy.memory_management
     import comfy.model_management as management

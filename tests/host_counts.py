@@ -18,9 +18,9 @@ def trial():
 
 
 def guided_step(patch, file, pixels=1024, **options):
-    """The counter of the second of two guided steps, with the peak of the first, which computes what is kept.
+    """The counter of the second of two guided steps, with the peak of the first step, which fills the caches.
 
-    `patch` is what `fake_card` gives, `options` go to the pack's loader.
+    `patch` is the value of `fake_card`. `options` are passed to the pack's loader.
     """
     import comfy.model_management
     import comfy.sampler_helpers

@@ -11,7 +11,7 @@ from setup import ROOT, comfyui_path
 
 
 class Catch:
-    """An output node that hands what it gets to the test."""
+    """An output node that hands its input to the test."""
 
     RETURN_TYPES = ()
     FUNCTION = "catch"
@@ -58,12 +58,12 @@ class Host:
 
     def __init__(self, base):
         sys.path.insert(0, str(comfyui_path()))
-        # as `main.py` does for a base directory; the pack sits in it under another name, as users have it
+        # `main.py` sets this for a base directory. The pack is inside under another name, as users have it.
         from comfy.cli_args import args
 
         args.cpu = not torch.cuda.is_available()
         args.base_directory = str(base)
-        # no canvas is served
+        # This folder contains no frontend, because no canvas is served.
         args.front_end_root = str(base)
         args.preview_method = type(args.preview_method).Auto
         (base / "custom_nodes").mkdir()

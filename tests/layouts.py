@@ -61,7 +61,7 @@ cross_attn.proj.weight                       attn2.to_out.0.weight
 cross_attn.proj.bias                         attn2.to_out.0.bias
 """
 CAPTION = 64
-WIDTH = 1152  # of SANA 0.6B, whose heads are known
+WIDTH = 1152  # The width of SANA 0.6B, whose number of heads is known.
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -96,14 +96,16 @@ def controlnet(layers: int = 2):
         cross_attention_dim=WIDTH,
         caption_channels=CAPTION,
     )
-    for layer in (model.input_block, *model.controlnet_blocks):  # zero by default, which tells nothing
+    for layer in (model.input_block, *model.controlnet_blocks):  # They are zero by default, which would hide errors.
         torch.nn.init.normal_(layer.weight, std=0.02)
     return model.bfloat16().train(False)
 
 
 def f32c32(divisor: int, **changes):
-    """SANA's DC-AE, as mit-han-lab configures it, with random weights and so many times fewer channels. The other sizes
-    are the library's own."""
+    """SANA's DC-AE in mit-han-lab's configuration, with random weights and the channels divided by `divisor`.
+
+    The other sizes are defaults of the library.
+    """
     torch.manual_seed(0)
     blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
     widths = tuple(width // divisor for width in (128, 256, 512, 512, 1024, 1024))

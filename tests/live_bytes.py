@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# CUDA's allocator hands out blocks of so many bytes
+# CUDA's allocator hands out blocks of this many bytes.
 BLOCK = 512
-# what the host gets when it reads a number of a tensor that has none, by dtype
+# {dtype: value that the host reads from a tensor without values}
 SCALARS = {torch.bool: True, torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 0.05, torch.int64: 1}
 
 

@@ -1,6 +1,6 @@
-"""DC-AE as its authors publish it: the names and shapes of its tensors, and what it computes of them.
+"""DC-AE as its authors publish it: the names and shapes of its tensors, and its encoder and decoder.
 
-Written from the public source, whose configurations stand below: mit-han-lab/efficientvit (efficientvit/models/
+Written from the public source, with its configurations below: mit-han-lab/efficientvit (efficientvit/models/
 efficientvit/dc_ae.py, models/nn/ops.py, models/nn/norm.py), and dc_ai/aecore/models/dc_ae.py of dc-ai-projects/DC-Gen
 for Lite. Functions of a dictionary of tensors; nothing of diffusers, and nothing of this project.
 """
@@ -116,7 +116,7 @@ def tensors(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
         if len(shape) == 4:
             out[name] = values * (shape[1] * shape[2] * shape[3]) ** -0.5
         else:
-            # of the vectors, only a norm's weight is about 1
+            # Of the vectors, only the weight of a norm is about 1.
             out[name] = 0.3 * values + ("norm" in name or ".project_out.op_list.0." in name) * name.endswith(".weight")
     return out
 

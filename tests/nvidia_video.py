@@ -108,7 +108,7 @@ def forward(
         hidden = hidden + gate_m * feed_forward(tensors, f"{name}.mlp", states, size)
     shift, scale = map(spread, (tensors["final_layer.scale_shift_table"] + t[:, :, None]).unbind(2))
     out = project(tensors, "final_layer.linear", F.layer_norm(hidden, (inner,), eps=1e-6) * (1 + scale) + shift)
-    # NVIDIA's unpatchify: the channels of an output token stand row, column, channel
+    # NVIDIA's unpatchify: the channels of an output token are ordered (row, column, channel).
     out = out.view(batch, *size, patch, patch, channels)
     return torch.einsum("nthwpqc->ncthpwq", out).reshape(x.shape)
 

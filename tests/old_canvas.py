@@ -1,6 +1,6 @@
 """NVIDIA's text to image in 4K for ExtraModels' fork, as the canvas saves it.
 
-Nodes, places, sizes and values are those of asset/docs/ComfyUI/Sana_FlowEuler_4K.json in NVlabs/Sana.
+Nodes, positions, sizes and values are copied from asset/docs/ComfyUI/Sana_FlowEuler_4K.json in NVlabs/Sana.
 """
 
 # type, place, size, values, inputs as (name, type, link), outputs as (name, type, links)

@@ -95,7 +95,7 @@ def by_pipeline(
 
 
 def save_folder(name: str, folder: Path) -> Path:
-    """Write a diffusers folder of that model; text encoder and tokenizer are those of sana-tiny."""
+    """Write a diffusers folder of that model, with the text encoder and tokenizer of sana-tiny."""
     caption = json.loads((TINY / "text_encoder" / "config.json").read_text())["hidden_size"]
     transformer(name, caption).save_pretrained(folder / "transformer")
     autoencoder(name).save_pretrained(folder / "vae")

@@ -20,7 +20,7 @@ from sana_core.__main__ import main
 
 # the least width at which the parts of a shared picture have equal bits
 WIDTH, HEIGHT, SEED = 512, 128, 3
-# ways that round otherwise; all others have the bits of what they are compared with
+# Ways that round differently. All other ways give equal bits.
 NEAR = ("KSampler", "generate --split")
 BOUND = 1e-4
 PROMPT = "a flat drawing of a blue house in the Snow at night, --ar 2:1"
@@ -29,7 +29,7 @@ REFERENCES = ("diffusers", "nvidia")
 
 
 class Case(NamedTuple):
-    """What is drawn; a way that does not have it says None."""
+    """Settings of one image. A way without one of these settings returns None."""
 
     name: str
     prompt: str = PROMPT
@@ -54,7 +54,7 @@ CASES = [
 
 
 def options(case: Case, reference: str) -> dict[str, Any]:
-    """What `sana_core.generate` is given besides prompts and checkpoint."""
+    """Options of `sana_core.generate` in addition to prompts and checkpoint."""
     return {
         "width": WIDTH,
         "height": HEIGHT,
@@ -76,7 +76,7 @@ def check(way: str, case: Case, reference: str, image: Any, expected: Any) -> No
 
 
 def generated(case: Case, reference: str, checkpoint: Path, **where) -> torch.Tensor:
-    """The picture [3, H, W] in [-1, 1] of `generate`, which knows no ControlNet."""
+    """The image [3, H, W] in [-1, 1] of `generate`, which has no ControlNet."""
     return sana_core.generate([case.prompt], checkpoint, **options(case, reference), **where)[0]
 
 

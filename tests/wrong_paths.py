@@ -105,7 +105,7 @@ def read_only_folder(path):
     path.chmod(0o555)
 
 
-# For each kind, what is at the path before the command runs.
+# {kind: function that creates it at the path before the command runs}
 MADE = {
     "missing": lambda path: None,
     "a folder": folder,
@@ -122,7 +122,7 @@ MADE = {
     "a closed folder": closed_folder,
     "an unwritable folder": read_only_folder,
 }
-# For each kind, what is at the path's parent, and the path as it is entered.
+# {kind: (function that creates the path's parent, the path on the command line)}
 PLACES = {
     "below a file": (text, "{}/inner{suffix}"),
     "below a loop": (loop, "{}/inner{suffix}"),

@@ -1,12 +1,11 @@
-"""Write the files of this folder: adapters that other trainers make, and the weights that they compute with.
+"""Write the files of this folder: adapters of other trainers, and the weights with which those trainers compute.
 
     python tests/adapters/make.py ONETRAINER SD_SCRIPTS SIMPLETUNER
 
 takes checkouts of Nerogar/OneTrainer (23df3832), kohya-ss/sd-scripts (48d368fa) and bghira/SimpleTuner (bc8e6ab7), and
-wants the packages lycoris-lora 4.1.3 and parse 1.22.4. The trainers' own classes make each adapter, write it, and
-compute with it in float64; what of their programs has nothing to do with that (settings, quantisation) is left out by
-modules without content. weights.safetensors has, by file and layer, every eighth row of what the adapter adds to the
-weight of the bundled model, in float32.
+needs the packages lycoris-lora 4.1.3 and parse 1.22.4. The trainers' classes build each adapter, write it, and compute
+with it in float64. Empty modules replace the rest of their programs (settings, quantisation). weights.safetensors
+contains, by file and layer, every eighth row of the adapter's change to the weight of the bundled model, in float32.
 """
 
 import importlib.util
@@ -69,7 +68,7 @@ def learn(module):
 
 
 def computed(layer, plain):
-    """The weight by which `layer` computes, from what it makes of unit vectors."""
+    """The weight of `layer`, computed by applying the layer to unit vectors."""
     weight = plain.weight
     if weight.ndim == 4:
         units = torch.eye(weight.shape[1], dtype=weight.dtype)[..., None, None]
@@ -109,13 +108,13 @@ def lycoris(file, algorithm, layers=LAYERS, **options):
     assert {module.lora_name for module in network.loras} == names.keys()
     for module in network.loras:
         name = names[module.lora_name]
-        # of a convolution of more than one pixel it is what it merges
+        # A convolution of several pixels gives its merged weight instead.
         layer = plain[name]
         keep(file, name, module.get_merged_weight()[0] if name == DEPTHWISE else computed(layer, layer), before[name])
 
 
 def read_onetrainer(checkout):
-    """OneTrainer's classes of adapters, and its conversions of their files, without what they import beside."""
+    """OneTrainer's classes of adapters, and its conversions of their files, without their other imports."""
     left_out = ("FusedModule", "oft_utils", "quantized", "quantized.LinearSVD")
     utils = ("config", "config.TrainConfig", "enum", "enum.ModelType", "enum.ModelFormat", "ModuleFilter")
     names = [f"modules.module.{name}" for name in left_out] + [f"modules.util.{name}" for name in utils]

@@ -17,10 +17,10 @@ from demo.world import Group, Scene
 
 # an empty place of the canvas, on the screen
 PLACE = (700, 400)
-# what the blueprints and the template ask for
+# The scene in the prompts of the blueprints and the template.
 WANTED = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
 BLUEPRINTS = sorted(path.stem for path in ROOT.glob("subgraphs/*.json"))
-# a node to show the picture, and what the blueprint needs from the template that is open
+# Adds a node that shows the image, and connects the inputs of the blueprint to the open template.
 CONNECT = """([name, source]) => {
     const node = app.graph.nodes.find(each => each.title === name);
     const set = (widget, value) => {
@@ -39,7 +39,7 @@ CONNECT = """([name, source]) => {
     node.connect(node.outputs.findIndex(each => each.type === "IMAGE"), preview, 0);
     return String(preview.id);
 }"""
-# what its nodes are sent for each of its widgets
+# The value that the inner nodes receive for each widget of the blueprint.
 SENT = """async name => {
     const node = app.graph.nodes.find(each => each.title === name), {output} = await app.graphToPrompt();
     return Object.fromEntries(node.subgraph.inputs.flatMap((input, slot) => {
@@ -92,7 +92,7 @@ def add_by_search(page, name):
     page.wait_for_function("name => app.graph.nodes.some(node => node.title === name)", arg=name)
 
 
-# of several samplings, or large
+# These blueprints sample several times, or at a large size.
 LONG = ("SANA best of many", "SANA second pass")
 
 

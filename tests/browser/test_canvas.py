@@ -39,7 +39,7 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     page.get_by_test_id("template-workflow-SANA first image").click()
     page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SaveImage')")
 
-    # the canvas sends what the scripts and the other tests send, but for the size, which follows the model
+    # The canvas sends the same graph as the scripts and the other tests, except for the size, which follows the model.
     sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
     demo = json.loads((ROOT / "demo" / "graph.json").read_text())
     found = {(node["class_type"], node["inputs"].get("text")): node["inputs"] for node in sent.values()}

@@ -1,4 +1,4 @@
-"""NVIDIA's workflow for ExtraModels' fork on the canvas, and what docs/migration.md says to press."""
+"""NVIDIA's workflow for ExtraModels' fork on the canvas, and the buttons that docs/migration.md names."""
 
 import io
 import json

@@ -24,7 +24,7 @@ RENDERERS = {False: "nodes 1", True: "nodes 2.0"}
 # the scale that a window of 1400 x 900 must give, and the pixels that rounding adds to a text
 SCALE, SLACK = 0.6, 2
 OPEN = "async ([graph, name]) => app.loadGraphData(graph, true, true, name, {openSource: 'template'})"
-# what the classic renderer draws on the canvas, word by word: it shortens what does not fit
+# The texts that the classic renderer draws. It shortens texts that do not fit.
 DRAWN = """() => {
     const texts = [], {ctx} = app.canvas, fill = ctx.fillText;
     ctx.fillText = function (text, ...rest) { texts.push(String(text)); return fill.call(this, text, ...rest) };
@@ -32,7 +32,7 @@ DRAWN = """() => {
     delete ctx.fillText;
     return texts;
 }"""
-# texts of elements that lie outside of what an element around them shows
+# Texts of elements outside of the visible part of an element around them.
 CUT = """slack => {
     const cut = [];
     const show = node => `${app.canvas.graph.getNodeById(node.dataset?.nodeId)?.title ?? "note"}: `;

@@ -13,7 +13,7 @@ def start_cluster():
     from ray._private.client_mode_hook import _explicitly_disable_client_mode
     from ray.cluster_utils import Cluster
 
-    # a connection of Ray Client that an earlier test has ended leaves this on, and a driver in this process fails then
+    # A closed connection of Ray Client leaves this mode enabled. A driver in this process would then fail.
     _explicitly_disable_client_mode()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     port = free_port()

@@ -14,9 +14,9 @@ from machines import add_node
 
 
 def run(words):
-    """Run the command of those words until the disk is full and then, the disk larger, once more.
+    """Run the command until the disk is full, and once more with a larger disk.
 
-    Write what each said, and the digests of the pictures.
+    Writes the output of both runs, and the digests of the images.
     """
     from ray.cluster_utils import Cluster
 

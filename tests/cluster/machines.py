@@ -22,7 +22,7 @@ def send_to_an_actor(number):
 
 
 def wait_for_no_actors(seconds=60):
-    """Wait until the last actor has ended, for so many seconds at most."""
+    """Wait at most `seconds` until the last actor has ended."""
     deadline = time.monotonic() + seconds
     while actors():
         assert time.monotonic() < deadline

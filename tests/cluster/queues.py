@@ -1,4 +1,4 @@
-"""A server whose operator has configured a cluster, and what is queued on it."""
+"""A server whose operator has configured a cluster, and the graphs that tests queue on it."""
 
 import json
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def start_on_cluster(name, cluster, output):
     for _ in range(2):
         add_node(cluster)
     with pytest.MonkeyPatch.context() as patch:
-        # as an actor has: other shares of a sum round in another way
+        # Actors have one thread too. With another number, sums are rounded differently.
         patch.setenv("OMP_NUM_THREADS", "1")
         with start_server(name, output) as running:
             yield running

@@ -99,7 +99,7 @@ def files(folder):
 
 
 def end_after(process, folder, count, number):
-    """Send a signal to the driver once there are so many pictures."""
+    """Send a signal to the driver once `count` images exist."""
     while len(list(folder.glob("*.png"))) < count:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.01)
@@ -188,7 +188,7 @@ def test_a_full_shared_disk_ends_the_run_with_a_hint_and_costs_no_picture(words,
 @pytest.fixture
 def growing_cluster(tmp_path):
     """The address of a cluster without machines that draw; its autoscaler, Ray's fake one, starts them on this one."""
-    # what python/ray/autoscaler/_private/fake_multi_node/example.yaml of Ray's repository has, and its wheel has not
+    # The content of python/ray/autoscaler/_private/fake_multi_node/example.yaml, which Ray's wheel lacks.
     gpu = {"resources": {"CPU": 1, "GPU": 1, "object_store_memory": 80_000_000}, "node_config": {}, "max_workers": 1}
     head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     provider = {"type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_updaters": True}

@@ -1,4 +1,4 @@
-"""The head of the cluster dies while ComfyUI has to do with it: an error on one node, and the server goes on."""
+"""The head of the cluster dies while ComfyUI uses it: one node has an error, and the server keeps running."""
 
 import os
 import signal

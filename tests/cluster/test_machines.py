@@ -29,7 +29,7 @@ OPTIONS = {"width": 64, "height": 64, "steps": 2, "count": 6, "chunk": 1}
 
 @pytest.fixture
 def pool_of(cluster, checkpoint):
-    """A function of how many actors a run can use, and of what it takes of the cluster: its pool."""
+    """A function (most, **share) that opens the pool of a run with at most `most` actors."""
 
     @contextmanager
     def build(most, **share):
@@ -51,7 +51,7 @@ def wait_until(pool, done):
 
 
 def settle(pool, count):
-    """Let the pool place so many actors, and look around twice more."""
+    """Wait until the pool has placed `count` actors and checked the cluster twice more."""
     wait_until(pool, lambda: len(pool.held) == count)
     last_check = pool.last_check
     wait_until(pool, lambda: pool.last_check > last_check)
@@ -96,7 +96,7 @@ def test_a_cpu_that_draws_uses_its_cores_and_loading_takes_as_long_as_it_takes(c
     cluster.add_node(num_cpus=6, num_gpus=2)
     with pool_of(1) as pool:
         wait_until(pool, lambda: pool.starting)
-        # what is left of the wait for a GPU
+        # The wait for a GPU is over.
         pool.cluster = pool.cluster._replace(wait=0.0)
         wait_until(pool, lambda: pool.actors)
         (actor,) = pool.actors.values()
@@ -114,7 +114,7 @@ def test_a_machine_that_cannot_set_up_the_environment_costs_no_picture(cluster, 
     folder = Path(broken.get_session_dir_path()) / "broken" / "working_dir_files"
     while not folder.exists():
         time.sleep(0.1)
-    # as on a disk that takes nothing more
+    # A file in place of the folder makes every write fail, like a full disk.
     shutil.rmtree(folder)
     folder.touch()
     drawn = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **OPTIONS)

@@ -55,7 +55,7 @@ def latents(server, devices):
 
 
 def check_same(server, atol=1e-4):
-    """The host guides what is denoised and the engine the velocity; they round so far apart, of latents up to 18."""
+    """The host guides denoised latents, the engine velocities. Latents of up to 18 differ by this rounding."""
     torch.testing.assert_close(latents(server, "cluster"), latents(server, "default"), atol=atol, rtol=0)
     ours, theirs = (sorted(server.output.glob(f"{devices}_*.png"))[-4:] for devices in ("cluster", "default"))
     for one, other in zip(ours, theirs, strict=True):
@@ -103,7 +103,7 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
     check_same(server)
     bars = events_of(events, "progress", "cluster")
     shown = [(bar["value"], bar["max"]) for bar in bars]
-    # where both machines have drawn, a chart of them follows
+    # A chart of the machines follows if both have generated.
     assert shown[:4] == [(number, 4) for number in range(1, 5)] and set(shown[4:]) <= {(4, 4)}
     log = server.log.read_text()
     assert "4 images in" in log
@@ -141,7 +141,7 @@ def test_images_are_drawn_over_another_where_a_mask_says_so(server, graph):
     masked = {"samples": ["encode", 0], "mask": ["mask", 0]}
     nodes["4"] = {"class_type": "SetLatentNoiseMask", "inputs": masked}
     list(run_graph(server, nodes))
-    # the mask adds what the steps have rounded to the image's latents
+    # The mask adds the rounding of the steps to the image's latents.
     check_same(server, atol=1e-3)
     over = latents(server, "default")
     for devices in ("cluster", "default"):

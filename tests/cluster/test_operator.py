@@ -39,7 +39,7 @@ def test_workers_that_nobody_wants_for_long_end(cluster, checkpoint):
         assert (
             len(list(session.run("the same", dict, lambda run: generate_with(run, job, workload, WorkerReport())))) == 2
         )
-        # those of the first run draw in the second
+        # The actors of the first run also generate in the second.
         assert not seed or {process.pid for process in actors()} == before
     assert actors()
     wait_for_no_actors()

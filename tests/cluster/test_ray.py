@@ -87,7 +87,7 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
 
 
 def wait_for_actors(cluster, job):
-    """Ask for actors that load what the job wants until one is ready."""
+    """Request actors for the job until one is ready."""
     cache = ActorCache()
     with connected(cluster.address) as ray:
         pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, wait=250), cache), job, 4)
@@ -275,7 +275,7 @@ def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, c
     assert main(command("--out-shared")) == 0
     assert "7 of 8 images exist" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.iterdir()} == here
-    # as the driver would have written them
+    # The files equal the files that the driver would have written.
     assert main(command("--out", str(tmp_path / "there"))) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
@@ -323,7 +323,7 @@ def test_a_machine_without_the_shared_folder_is_left_out_and_named(cluster, shar
     for picture, digest in draw(40, report):
         arrived[picture.number] = digest
         if late is None:
-            # as on a machine that has another folder at this path
+            # Without the mark, the machine seems to have another folder at this path.
             (held.run / "mark").unlink()
             late = add_node(cluster)
         elif f"({late.node_id[:6]}" not in caplog.text:

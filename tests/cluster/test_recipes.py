@@ -46,7 +46,7 @@ def test_the_slurm_script_draws_on_a_cluster_that_asks_for_its_token(slurm, chec
         assert len(list((tmp_path / "pictures").glob("*.png"))) == 4
         token = tmp_path / ".ray" / "sana_token"
         assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0
-        # Ray goes on until Slurm ends the job's steps; whoever has no token gets no answer
+        # Ray runs until Slurm ends the job's steps. It does not answer a client without the token.
         words = [
             sys.executable,
             "-m",

@@ -25,7 +25,7 @@ def connect(address, poll=no_poll):
 
 @pytest.fixture
 def silent_port():
-    """A port that takes connections and says nothing."""
+    """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 

@@ -1,6 +1,6 @@
-"""How long the fuzzing goes on: a few examples in `make test`, as many as asked for in `make fuzz`.
+"""The number of examples: a few in `make test`, EXAMPLES in `make fuzz`.
 
-What has failed once is kept in .cache/fuzz and tried first; a fault that was found stands as an @example in the test.
+Failed examples are saved in .cache/fuzz and tried first. The test of a fixed fault contains its example as @example.
 """
 
 import json
@@ -23,7 +23,7 @@ common = {
     "database": DirectoryBasedExampleDatabase(ROOT / ".cache" / "fuzz"),
     "deadline": None,  # `survives` has its own, which also ends a hang
     "suppress_health_check": list(HealthCheck),
-    # to vary the parts of what failed takes minutes
+    # Explaining a failure takes minutes.
     "phases": set(Phase) - {Phase.explain},
 }
 settings.register_profile("test", max_examples=60, **common)
@@ -53,10 +53,10 @@ def count(request):
 
 @pytest.fixture(scope="module")
 def survives(count):
-    """A function that runs `action` and wants a good end, or one short line of ours.
+    """A function that runs `action`. It has to succeed, or to raise one short line of ours.
 
-    With `names` it is about a file: one of them is in the line, and behind a semicolon what to do, for a number that is
-    out of range its bounds.
+    `names`: the input is a file. The line contains one of the names and, after a semicolon, the remedy, or the bounds
+    of a number that is out of range.
     """
 
     def run(action, *names):

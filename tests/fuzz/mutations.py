@@ -81,7 +81,7 @@ def encode(document) -> str:
 
 
 def with_file(file, content, survives, action, *names):
-    """See whether `action` survives `content` in the place of what is in `file`."""
+    """Check that `action` survives `file` with `content` instead of its own bytes."""
     before = file.read_bytes()
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     try:

@@ -1,9 +1,8 @@
-"""Fuzz every kind of input until there were as many examples as asked for, and keep count.
+"""Fuzz every kind of input until EXAMPLES examples have run, and count them.
 
-`make fuzz` runs the files of this folder, each of which is one kind, in turn, each time with another seed, and adds the
-number of examples to benchmarks/fuzz.json. A run that is started again goes on from there. A kind ends at the first
-example that does not hold, which hypothesis keeps in .cache/fuzz and tries first the next time; of that part none is
-counted.
+`make fuzz` runs the files of this folder in turn. Each file is one kind. Each run has another seed and adds its number
+of examples to benchmarks/fuzz.json, where the next start resumes. A kind ends at the first failing example. hypothesis
+saves that example in .cache/fuzz and tries it first the next time. The examples of a failed run are not counted.
 """
 
 from __future__ import annotations

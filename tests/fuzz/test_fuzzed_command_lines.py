@@ -1,4 +1,4 @@
-"""Command lines of all commands, broken: they end well, or with one line of ours, or argparse says what is wrong."""
+"""Broken command lines of all commands: they succeed, or end with one line of ours or of argparse."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from verdicts import check_line, is_ours
 
 from sana_core.__main__ import COMMANDS, main
 
-# the files of each example's folder, and what is not there
+# Existing and missing files of each example's folder.
 PATHS = [
     "model",
     "prompts.txt",
@@ -101,12 +101,12 @@ GOOD = [
 ]
 FLAGS = sorted({word for line in GOOD for word in line if word.startswith("--")})
 FLAGS += ["--negative-prompt", "--reference", "--out-shared", "--vae", "--device", "--help", "--che", "--wid", "--x"]
-# of half characters a shell can give those alone that stand for bytes
+# Of the surrogates, a shell can pass only those that encode bytes.
 ANY = st.text(
     st.characters(exclude_categories=["Cs"]) | st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF), max_size=20
 )
 VALUES = st.sampled_from(PATHS) | st.sampled_from(NUMBERS) | st.sampled_from(WORDS) | ANY | st.floats().map(repr)
-# a cluster's address is asked, which takes long, and opens sockets; torch.compile starts a compiler
+# A cluster's address opens sockets, which takes long. torch.compile starts a compiler.
 NOT_HERE = ("--cluster", "--compile")
 LARGEST = {"--width": 64, "--height": 64, "--steps": 2, "--count": 3, "--batch": 3}
 
@@ -135,7 +135,7 @@ def command_lines(draw):
 
 def harmless(line):
     """The line without paths that leave the folder, pictures that take long, and flags that reach elsewhere."""
-    # no path of this folder begins with / or leads up, and no system gives a program a word with \0 in it
+    # No path here is absolute or leads to a parent, and no system passes a word with \0 to a program.
     line = [re.sub(r"(^|=)[/\\]+", r"\1", re.sub(r"\.{2,}", ".", word.replace("\0", ""))) for word in line]
     kept = []
     for word in line:
@@ -195,7 +195,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# the name of a file is in the line that says that it is not there
+# The error line of a missing file contains its name.
 @example(["decode", "\n", "--checkpoint", "model"])
 @example(["inspect", "\x1b[2J"])
 # a device that torch does not know
@@ -235,7 +235,7 @@ def test_command_lines(survives, source, raised, tmp_path_factory, monkeypatch, 
         if is_ours(error):
             check_line(said.strip())
         else:
-            # the system's own words stay where it has a name for what is wrong
+            # An error with an errno keeps the system's own message.
             named = isinstance(error, OSError) and error.errno
             assert named, "".join(traceback.format_exception(error))
 

@@ -1,4 +1,4 @@
-"""Broken configurations, schedulers, preview files and tokenizers: they load, or one line says which is broken."""
+"""Broken configurations, schedulers, preview files and tokenizers: they load, or one line names the broken one."""
 
 import json
 

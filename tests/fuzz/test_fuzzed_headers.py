@@ -1,4 +1,4 @@
-"""Broken headers, indexes, .pth files and bytes: they load, or one line says which file is broken."""
+"""Broken headers, indexes, .pth files and bytes: they load, or one line names the broken file."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Broken lists of pictures: samples with a picture and a caption, or one line says which is broken."""
+"""Broken lists of images: samples with an image and a caption, or one line names the broken entry."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Broken logs of a training run: what is whole in them is read in its order, and the next line is."""
+"""Broken logs of a training run: complete lines are read in order, and so is the next line that is added."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""LoRA files of all kinds of adapters, broken: what the node says it applies is what ComfyUI's arithmetic applies."""
+"""Broken LoRA files of all kinds of adapters: ComfyUI's arithmetic applies exactly the layers that the node reports."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ from mutations import changed_json
 from safetensors.torch import save_file
 from verdicts import check_line
 
-# of the small checkpoint
+# Layers of the small checkpoint.
 WEIGHTS = {
     "caption_projection.linear_1": (32, 16),
     "patch_embed.proj": (32, 32, 1, 1),
@@ -37,7 +37,7 @@ REPORT = re.compile(r"loras/it\.safetensors: (\d+) of (\d+) layers fit(, not .*)
 
 @pytest.fixture(scope="module")
 def models(loaded, host):
-    """MODEL and CLIP, whose weights are those of the table."""
+    """MODEL and CLIP. The shapes of their weights equal the table."""
     model, clip, _ = loaded
     own = {name: tuple(weight.shape) for name, weight in model.model.diffusion_model.named_parameters()}
     assert WEIGHTS.items() - {(name.removesuffix(".weight"), shape) for name, shape in own.items()} == {
@@ -155,7 +155,7 @@ def written(file, tensors, metadata):
 
 
 def differs(tensor):
-    """Whether the numbers of a tensor change what it is applied to: equal ones are an orthogonal adapter's identity."""
+    """Whether applying a tensor changes a weight. Equal numbers are the identity of an orthogonal adapter."""
     numbers = tensor.float()
     return tensor.is_floating_point() and bool((numbers.abs() > 1e-3).all() and numbers.isfinite().all())
 
@@ -174,7 +174,7 @@ LAYER = "caption_projection.linear_1"
 @example({**pair(LAYER), f"{LAYER}.reshape_weight": ((), "float32", 0.1)}, None, False)
 # a part that is one number, of which there is no rank
 @example({**pair(LAYER), f"{LAYER}.lora_A.weight": ((), "float32", 0.1)}, None, False)
-# no block at all: ComfyUI applies it, and the weight stays as it was
+# An adapter without blocks: ComfyUI applies it, and the weight does not change.
 @example(
     {
         **pair(LAYER),

@@ -1,4 +1,4 @@
-"""Broken pictures of a data set: they become RGB of the size that their header says, or one line names them."""
+"""Broken images of a data set: they become RGB of the size in their header, or one line names them."""
 
 import io
 

@@ -50,7 +50,7 @@ def test_readings(survives, encoder, text, instruction, tokens):
         assert len(reading.ids) <= reading.length and "\n" not in reading.note and len(reading.note) < 200
 
 
-# of each, a forward of the text encoder
+# Each example runs a forward of the text encoder, so there are fewer.
 @settings(max_examples=max(1, settings().max_examples // 10))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), instruction=st.booleans())
 def test_embeddings(survives, encoder, texts, instruction):

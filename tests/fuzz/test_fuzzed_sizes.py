@@ -42,7 +42,7 @@ def models(small):
 def test_shapes(survives, width, height, count):
     shape = survives(lambda: latent_shape(width, height, count))
     if shape is not None:
-        # what the empty latent is made of; without numbers, so that none is too large
+        # The empty latent has this shape. On "meta" no size is too large.
         torch.empty(shape, device="meta")
 
 
@@ -131,7 +131,7 @@ def affordable(options):
     return options
 
 
-# of each that is not refused, a picture
+# Each accepted example generates an image, so there are fewer.
 @settings(max_examples=max(1, settings().max_examples // 10))
 @given(some({**OPTIONS, "seed": NUMBERS, "count": NUMBERS, "chunk": NUMBERS}))
 def test_generate(survives, small, options):
@@ -213,7 +213,7 @@ def executed(host, links, name, options):
     """What the node of that name gives for the usual numbers, but for `options`."""
     node = host.nodes.NODE_CLASS_MAPPINGS[name]
     given = {**links, **USUAL, **OWN.get(name, {}), **options}
-    # as the executor does
+    # The executor runs nodes in inference mode too.
     with torch.inference_mode():
         return node.execute(**{each.id: given[each.id] for each in node.GET_SCHEMA().inputs if each.id in given})
 

@@ -1,4 +1,4 @@
-"""Broken states of a training run: they are what was written, or one line names the state and what to do."""
+"""Broken states of a training run: they read as written, or one line names the state and the remedy."""
 
 import json
 
@@ -19,7 +19,7 @@ STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), TENSORS, VALUES, CONFIG, ["abc"
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
-    """The folder of a state, in that of a run."""
+    """The folder of a state in the folder of a run."""
     out = tmp_path_factory.mktemp("run") / "out"
     parts = out / "parts"
     parts.mkdir(parents=True)

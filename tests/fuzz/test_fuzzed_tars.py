@@ -1,4 +1,4 @@
-"""Broken tars: samples that lie in them, or one line says what is broken. Nothing is unpacked."""
+"""Broken tars: they give their samples, or one line names the damage. Nothing is unpacked."""
 
 import io
 import tarfile

@@ -1,4 +1,4 @@
-"""Broken workflows posted to a real server: it refuses, draws, or says in one line of ours why not, and lives on."""
+"""Broken workflows posted to a real server: it refuses them, generates, or reports one line of ours, and lives on."""
 
 import copy
 import http.client
@@ -240,7 +240,7 @@ def graphs(draw):
             case "add" if isinstance(inputs, dict):
                 inputs[draw(STRINGS)] = link
             case "odd":
-                # what is no node, and no inputs
+                # A value that is neither a node nor inputs.
                 place, name = draw(st.sampled_from([(graph[key], "inputs"), (graph[key], "class_type"), (graph, key)]))
                 place[name] = draw(st.dictionaries(STRINGS, VALUES, max_size=2) if place is graph else VALUES)
                 graph[key].setdefault("inputs", {})
@@ -353,7 +353,7 @@ def peak(process):
 
 # a value of any type, as the node takes devices of other machines
 @example(changed(GRAPHS[2], "batch", devices=0))
-# no word in a choice that takes the words of another pack
+# No word in a choice that accepts the words of another pack.
 @example(changed(GRAPHS[4], "shape", ratio={}))
 @given(graph=graphs())
 def test_workflows(count, client, graph):
@@ -363,7 +363,7 @@ def test_workflows(count, client, graph):
     before = client.process.memory_info().rss
     status, answer = client.post(graph)
     if status == 500:
-        # of core, for what is no graph: its own frames alone are in the log
+        # This error is of core, because the value is no graph. The log has frames of core only.
         with client.log.open("rb") as log:
             log.seek(logged)
             assert FOLDER not in log.read().decode(errors="replace")

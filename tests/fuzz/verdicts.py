@@ -2,7 +2,7 @@
 
 from sana_core import SanaError
 
-LONGEST_MESSAGE = 400  # with the names of a test's folders in it
+LONGEST_MESSAGE = 400  # The names of a test's folders count too.
 
 
 def is_ours(error):

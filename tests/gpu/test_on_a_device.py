@@ -1,4 +1,4 @@
-"""An accelerator computes what the CPU computes: steps, decodes, encodes, texts, pictures, training."""
+"""An accelerator gives the results of the CPU: steps, decodes, encodes, texts, images, training."""
 
 from copy import deepcopy
 
@@ -21,7 +21,7 @@ from sana_core.training.trainer import train
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 # a different rounding anywhere moves the distance of a network by chance
 CHANCE = 1.15
-# of fp32, which is all where the library on a device computes as on the CPU
+# Rounding of fp32. This is the whole error if the library computes on a device as on the CPU.
 ROUNDING = 2e-6
 
 
@@ -59,7 +59,7 @@ def test_a_step_is_as_near_the_cpu_s_as_the_library_s(device, dtype, blocks, sma
 
 @pytest.fixture(scope="module")
 def autoencoder(small):
-    """SANA's DC-AE with random weights, or one with an eighth of its channels; and what the CPU makes with it."""
+    """SANA's DC-AE with random weights, or one with an eighth of its channels, and the results of the CPU."""
     model, side = (f32c32(8), 4) if small else (f32c32(1), 16)
     latents, pixels = noise(1, 32, side, side), noise(1, 3, 32 * side, 32 * side, seed=1)
     with torch.no_grad():

@@ -97,7 +97,7 @@ def controlled(host):
 
 @pytest.fixture
 def told(host, monkeypatch):
-    """A list of (node, text) of what is shown under nodes."""
+    """A list of (node, text): the texts that the host shows under nodes."""
     shown = []
     monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.append((node, text)))
     return shown

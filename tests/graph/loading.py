@@ -1,4 +1,4 @@
-"""What tests of graphs share: nodes put into the base graph, a ControlNet, and the forward of what was loaded."""
+"""Shared by tests of graphs: nodes added to the base graph, a ControlNet, and the forward of a loaded model."""
 
 import layouts
 import torch

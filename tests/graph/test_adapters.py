@@ -1,8 +1,9 @@
-"""Adapters of all trainers, drawn in each way: the weights are those of the trainer's own merge, or all ways refuse.
+"""Adapters of all trainers through every way of generating: the merged weights equal the trainer's own merge, or every
+way refuses the file.
 
-The trainers' own code has made the files of tests/adapters and the weights beside them (make.py); peft makes its own
-here. A difference is relative to what the adapter adds to a layer's weight, both by their Frobenius norms, and the
-largest of the layers. Of ComfyUI's own loaders it is held which files they draw otherwise, as the help page says.
+The trainers' code wrote the files of tests/adapters and the weights beside them (make.py). peft writes its files here.
+A difference is the Frobenius norm of the error divided by the norm of the adapter's change to a layer's weight. The
+largest layer counts. The files that ComfyUI's loaders merge differently are listed here and on the help page.
 """
 
 import json
@@ -53,8 +54,8 @@ NONE = "none of its 1 layers fit this model, among them lora_unet_mid; choose a 
 PISSA = "init_lora_weights is pissa, expected true, or a way that leaves the model as it is; use another file"
 ADALORA = "peft_type is ADALORA, expected LORA, LOHA or LOKR; use another file"
 REFUSED = {"another-model": NONE, "peft-folder-pissa": PISSA, "peft-folder-adalora": ADALORA}
-# what ComfyUI's own loaders draw otherwise, for they read no settings of PEFT's, know no magnitudes by its name, and
-# divide the rows of a DoRA by the norms of the model's weight
+# Files that ComfyUI's loaders merge differently. They ignore PEFT's settings and PEFT's names of magnitudes, and
+# divide the rows of a DoRA by the norms of the model's weight.
 NOT_CORES = {*PEFT, *(name for name in MADE if re.search("-(dora|doha|dokr)", name) and "columns" not in name)}
 NOT_CORES = NOT_CORES - {"peft-lora"} | {"onetrainer-loha"}
 
@@ -67,7 +68,7 @@ def show(name, way, result):
 
 
 def by_peft(checkpoint, folder, name):
-    """Write peft's adapter, as it does or as diffusers saves it; return the file, and what it adds to the weights."""
+    """Write peft's adapter in its own or in diffusers' layout. Returns the file and the change of each weight."""
     transformer = sana_core.load_transformer(checkpoint)
     before = {layer: transformer.get_submodule(layer).weight.double() for layer in LAYERS}
     model = get_peft_model(transformer, PEFT[name])
@@ -106,7 +107,7 @@ def folder(host):
 
 
 def caught_models(monkeypatch):
-    """A list that gets what each way of drawing loads."""
+    """A list that collects the models which each way of generating loads."""
     caught = []
 
     def caught_by(load):

@@ -25,7 +25,7 @@ def fails(host, base_graph):
     return run
 
 
-# by links, for core checks the range of widgets alone
+# The values arrive by links, because core checks the range of widgets only.
 WRONG = [
     ("empty", "width", 1000, "^width: got 1000, expected a multiple of 32 from 32 to 16384; use 992$"),
     ("empty", "height", -32, "^height: got -32, expected a multiple of 32 from 32 to 16384; use 32$"),
@@ -157,7 +157,7 @@ def test_quantised_weights_without_their_table(fails, put, checkpoint, table, pa
 
 @pytest.mark.parametrize("name", ["gone", "", "..", "../../..", "/etc", "a\0b"])
 def test_names_that_are_not_on_the_list(host, fails, name):
-    # the loader answers itself, for the widget as for a link
+    # The loader itself rejects the name, from the widget and from a link.
     graph = load("")
     graph["name"] = ("AnyValue", {"value": name})
     graph["load"][1]["model"] = ["name", 0]

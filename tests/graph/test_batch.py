@@ -1,4 +1,4 @@
-"""The picture depends on the prompt and the seed, not on what it was drawn with."""
+"""An image depends on its prompt and seed, not on the other images of its batch."""
 
 import pytest
 import torch

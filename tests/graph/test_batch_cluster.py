@@ -1,6 +1,6 @@
-"""The cluster as a choice of SANA Batch Sampler: the operator's file, and what a cluster cannot draw.
+"""The cluster as a choice of SANA Batch Sampler: the operator's file, and the inputs that a cluster refuses.
 
-Nothing here reaches a cluster; tests/cluster draws on one.
+No test here connects to a cluster. tests/cluster generates on one.
 """
 
 import json

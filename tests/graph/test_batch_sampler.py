@@ -135,7 +135,7 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
         try:
             while time.monotonic() < deadline:
                 torch.zeros(1).add(1)
-                # what decodes polls by itself
+                # A decode polls between its strips.
                 for poll in args[2:] if place == "decode" else ():
                     poll()
         except BaseException:
@@ -169,7 +169,7 @@ def test_interrupt_while_a_lora_is_added_leaves_nothing_of_it(host, batch_graph,
         added.append(args)
         if len(added) == 3:
             host.nodes.interrupt_processing()
-            # until the node hears of it
+            # Leave the node time to notice the interrupt.
             time.sleep(1)
         return real(*args, **kwargs)
 
@@ -239,7 +239,7 @@ def test_a_batch_of_latents_is_refused(host, batch_graph):
 
 
 def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
-    """ComfyUI's moves its factors to the device of what it is shown, and another thread is in the midst of them."""
+    """ComfyUI's previewer moves its factors to the device of the latent while another thread may use them."""
     import latent_preview
 
     seen, real = {}, latent_preview.Latent2RGBPreviewer.decode_latent_to_preview

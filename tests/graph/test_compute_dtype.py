@@ -34,7 +34,7 @@ def test_each_compute_dtype_draws_the_image_of_float32(host, graph, monkeypatch,
 
     expected = host.run(graph)["image"]
     monkeypatch.setattr(args, f"{stored}_unet", True)
-    # as with the flag --fp16-unet and its like
+    # The flags --fp16-unet, --bf16-unet and --fp32-unet set this.
     graph["catch model"] = ("Catch", {"value": ["load", 0], "name": "model"})
     weights = host.run(graph)["model"].model.diffusion_model.transformer_blocks[0].attn1.to_q.weight
     assert weights.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[stored]
@@ -43,5 +43,5 @@ def test_each_compute_dtype_draws_the_image_of_float32(host, graph, monkeypatch,
         graph["cast"][1]["dtype"] = dtype
         difference = 255 * (host.run(graph, keep_cache=True)["image"] - expected).abs().mean()
         assert difference < LEVELS[dtype]
-        # or it was not cast at all
+        # A smaller difference would mean that nothing was cast.
         assert dtype == "fp32" or difference > LEVELS[dtype] / 10

@@ -76,7 +76,7 @@ def test_splitting_the_sigmas_in_two_samplings_continues_the_picture(host, custo
 
 
 def inpaint(graph):
-    """Draw the left half of the finished picture anew."""
+    """Inpaint the left half of the finished image."""
     graph["solid"] = ("SolidMask", {"value": 0.0, "width": 128, "height": 128})
     graph["half"] = ("SolidMask", {"value": 1.0, "width": 64, "height": 128})
     compose = {"destination": ["solid", 0], "source": ["half", 0], "x": 0, "y": 0, "operation": "add"}
@@ -168,7 +168,7 @@ def test_a_lora_on_a_hook_acts_only_while_its_keyframes_say_so(host, base_graph,
     torch.testing.assert_close(run(1.0, [(0.0, 0.0)]), plain, atol=1e-5, rtol=0)
     constant, scheduled = run(1.0, [(1.0, 0.0)]), run(1.0, [(1.0, 0.0), (0.0, 0.5)])
     assert (constant - plain).abs().max() > 1e-2
-    # kept keys would go on with the LoRA that the second keyframe takes off
+    # Cached keys would still contain the LoRA that the second keyframe removes.
     assert (scheduled - constant).abs().max() > 1e-3 and (scheduled - plain).abs().max() > 1e-3
 
 
@@ -293,7 +293,7 @@ def test_the_compile_node_of_core_draws_the_same(host, base_graph, checkpoint, r
 
 @pytest.mark.parametrize("width, height", [(64, 64), (64, 128), (128, 64), (512, 512), (256, 128)])
 def test_latent_upscale_assumes_cells_of_8_pixels(host, base_graph, width, height):
-    """docs/core-nodes.md says: enter a quarter of the pixels."""
+    """docs/core-nodes.md therefore tells users to enter a quarter of the pixels."""
     graph = base_graph(steps=1)
     size = {"upscale_method": "nearest-exact", "width": width, "height": height, "crop": "disabled"}
     graph["larger"] = ("LatentUpscale", {"samples": ["sample", 0], **size})

@@ -73,13 +73,13 @@ INPUTS = {
     "UNetSelfAttentionMultiply": {"v": 1.5},
     "UNetTemporalAttentionMultiply": {"self_structural": 1.5},
 }
-# what SANA has no effect of, under another name
+# Nodes without an effect on SANA that the table lists under another name.
 NAMED = {"SkipLayerGuidanceSD3": "SkipLayerGuidanceDiT"}
 CHANGED = ("ConditioningAverage", "ConditioningMultiply", "ConditioningZeroOut")
 LINKS = {"MODEL": MODEL, "CLIP": ["load", 1], "CONDITIONING": ["positive", 0]}
-# which draw what they draw without the node
+# With these nodes the image is the same as without them.
 EQUAL = {"CLIPMergeSimple"}
-# what tells only where another prompt is drawn besides
+# These nodes change the image only together with a second prompt.
 BESIDES = ("ConditioningSetAreaStrength", "ConditioningSetMask", "ConditioningSetProperties")
 
 

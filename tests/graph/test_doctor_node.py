@@ -18,7 +18,7 @@ GRAPH = {"doctor": ("SanaNodesDoctor", {"files": True}), **CAUGHT}
 def lines(host, monkeypatch):
     """A function that runs SANA Doctor; it returns {what: line} and the Markdown."""
 
-    # of the blocks of released widths, for a CPU computes
+    # A small side keeps the blocks of released widths affordable on a CPU.
     monkeypatch.setattr(pack("sana_core.doctor.arithmetic"), "SIDE", 4)
 
     def examine():

@@ -18,7 +18,7 @@ def test_it_is_what_comfyui_does(host, masked):
     from sana_core.sampling.masked import InitImage, start_from_image
 
     class Inner:
-        """What the inpainting asks of a MODEL of flow matching."""
+        """The attributes of a flow-matching MODEL that inpainting uses."""
 
         model_sampling = CONST()
         scale_latent_inpaint = BaseModel.scale_latent_inpaint

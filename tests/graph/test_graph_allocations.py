@@ -1,4 +1,4 @@
-"""Memory that runs out at any allocation of a graph: the picture is right or a node says so, and the next is right."""
+"""Memory that runs out at any allocation of a graph: the image is right or a node reports it. The next run is right."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_decode_that_comfyui_repeats_when_memory_runs_out_says_so(host, base_g
     with RunsOut() as memory:
         expected = host.run(graph)
     assert "MB measured" in expected["1"]
-    # in the undivided decode, which has no strips to make smaller
+    # This allocation is in the whole decode, which has no strips to make smaller.
     with RunsOut(memory.count - 20):
         got = host.run(graph)
     assert got["1"].startswith("ran out of memory; decoded again in smaller strips")

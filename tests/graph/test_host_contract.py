@@ -1,4 +1,4 @@
-"""What the pack takes of ComfyUI, one by one: a failure says what has moved, and which file of ours needs it."""
+"""Every part of ComfyUI that the pack uses. A failure names the part that moved and the file of ours that needs it."""
 
 import importlib
 import inspect
@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-# callables, the arguments that we pass or that they pass to what of ours stands in their place, and who needs them
+# {callable: (arguments, file of ours)}: arguments that we pass, or that ComfyUI passes to our replacement.
 CALLS = {
     "comfy.controlnet.ControlNet.copy_to": ("c", "controlnet.py"),
     "comfy.controlnet.ControlNet.deepclone_multigpu": ("load_device autoregister", "controlnet.py"),
@@ -107,7 +107,7 @@ NAMES = {
 
 
 def find(name):
-    """What stands under a dotted name, or None."""
+    """The object with a dotted name, or None."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -12,7 +12,7 @@ from fake_cuda import fake_card, pack
 from setup import ROOT
 from test_memory_states import state_of
 
-# of guidance as ComfyUI computes it, around the forward
+# Kernel launches of ComfyUI's guidance around the forward.
 GUIDANCE = 21
 BLOCK = "transformer_blocks.1"
 CONVOLUTION = f"{BLOCK}.ff.conv_inverted"
@@ -40,7 +40,7 @@ def test_a_guided_step_launches_what_the_engine_does(host, files, monkeypatch, s
     with fake_card(monkeypatch, **state_of(files["1.6B"].stat().st_size, state)) as patch:
         found = host_counts.guided_step(patch, files["1.6B"]).figures()
     engine, inside = (committed()[stage]["1.6B, 1024 px"] for stage in ("guided_step", "guided_step_in_host"))
-    # in each of 20 blocks three products for one: ComfyUI places each weight itself
+    # ComfyUI places each weight itself, so each of the 20 blocks has three products instead of one.
     assert found["launches"] == engine["launches"] + GUIDANCE + 2 * 20
     assert found["gigabytes_moved"] == pytest.approx(engine["gigabytes_moved"], rel=0.04)
     if state == "fits":

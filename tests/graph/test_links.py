@@ -3,7 +3,7 @@
 import pytest
 from in_process import NodeError
 
-# what a link of type * or the HTTP API may bring
+# Values that a link of type * or the HTTP API may pass.
 WRONG = [0, None, "load", True, {}, {"samples": 3}, ["text"], object()]
 
 

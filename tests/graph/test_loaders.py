@@ -1,4 +1,4 @@
-"""Files in ComfyUI's own folders, loaded by our nodes, draw what the bundled folder draws."""
+"""Files in ComfyUI's folders, loaded by our nodes, give the same image as the bundled folder."""
 
 import json
 import shutil
@@ -365,7 +365,7 @@ def test_interrupt_is_heard_between_two_tensors(host, base_graph, monkeypatch, p
 
 
 def test_what_a_checkpoint_s_notes_say_is_under_each_loader(host, put, told, tokenizer):
-    """A whole diffusers folder reads prompts otherwise, and a 4K file lies beside the config.json of a 1K model."""
+    """A diffusers folder reads prompts in lower case, and a 4K file is beside the config.json of a 1K model."""
     host.output_of("SanaNodesLoader", model="sana-tiny")
     assert "prompts: read in lower case" in told[-1][1] and told[-1][1].startswith("SANA 2.3M")
     put("diffusion_models", "shared/Sana_4Kpx.safetensors", layouts.transformer(resolution=4096).state_dict())

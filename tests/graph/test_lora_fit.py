@@ -8,12 +8,12 @@ import torch
 from in_process import NodeError
 from test_lora import CONV, LINEAR, ours, with_lora
 
-NAME = f"diffusion_model.{LINEAR}"  # of [160, 160]
-CONV_NAME = f"diffusion_model.{CONV}"  # of [800, 160, 1, 1]
+NAME = f"diffusion_model.{LINEAR}"  # Its weight is [160, 160].
+CONV_NAME = f"diffusion_model.{CONV}"  # Its weight is [800, 160, 1, 1].
 
 
 def made(name, **shapes):
-    """Tensors of a LoRA's layer; a double underscore stands for a dot."""
+    """Tensors of a LoRA's layer. A double underscore in a keyword becomes a dot."""
     generator = torch.Generator().manual_seed(1)
     return {
         f"{name}.{leaf.replace('__', '.')}": torch.randn(shape, generator=generator) * 0.1
@@ -84,7 +84,7 @@ def really_applied(layer, tensors):
     return after.shape == before.shape and not torch.equal(after, before)
 
 
-# of no layer of SANA, but a file of nothing else than oft_blocks is not recognised as a LoRA
+# A file with nothing but oft_blocks is not recognised as a LoRA. This tensor belongs to no layer of SANA.
 OTHER = {"other.diff": torch.ones(1)}
 
 

@@ -107,7 +107,7 @@ def test_a_model_that_was_quantised_draws(host, files, monkeypatch, state, form)
 
 
 def test_a_model_draws_after_a_part_of_it_was_unloaded(host, files, monkeypatch):
-    """ComfyUI takes memory back from a model between two samplings, and then does not load it anew."""
+    """ComfyUI takes memory back from a model between two samplings, and does not load the model again."""
     size = files["1.6B"].stat().st_size
     with fake_card(monkeypatch, **state_of(size, "fits")) as patch, no_numbers(patch):
         patcher = load_model(patch, files["1.6B"])
@@ -121,13 +121,13 @@ def test_a_model_draws_after_a_part_of_it_was_unloaded(host, files, monkeypatch)
 
 @pytest.fixture
 def clip_in(host, files, monkeypatch):
-    """A function that gives Gemma 2 in the state of that name and does with it what a function does."""
+    """A function (state, work) that loads Gemma 2 in the named memory state and calls `work` with it."""
 
     def run(state, work, **card):
         import comfy.model_management as management
 
         with fake_card(monkeypatch, **state_of(files["gemma"].stat().st_size, state) | card) as patch:
-            # without it, the text encoder is on the CPU in the last states
+            # In the last states ComfyUI would leave the text encoder on the CPU.
             patch.setattr(management, "text_encoder_device", lambda: CARD)
             with no_numbers(patch):
                 clip = load(patch, pack("nodes.host.loading.clip").load_clip, files["gemma"])
@@ -211,7 +211,7 @@ def test_a_vae_decodes_and_encodes(host, files, monkeypatch, state):
         weights = list(map(id, vae.first_stage_model.parameters()))
         vae.decode(torch.empty(1, 32, 1, 1))
         assert list(map(id, vae.first_stage_model.parameters())) == weights
-        # as the maps lie on a card; on the CPU as in the file
+        # A GPU has the weights in the maps' memory format. The CPU has them as in the file.
         conv = vae.first_stage_model.decoder.conv_out
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
         vae.patcher.detach()

@@ -1,4 +1,4 @@
-"""Lines under samplers: what has no effect on SANA is named, and nothing else."""
+"""Lines under samplers name the settings without an effect on SANA, and nothing else."""
 
 import copy
 

@@ -1,5 +1,6 @@
-"""The host draws what the reference of a MODEL computes: NVIDIA's, written down in tests/nvidia.py, around diffusers'
-own schedulers. The pictures of diffusers' reference are in test_parity.py and test_controlnet.py.
+"""Images of the host equal NVIDIA's arithmetic, written down in tests/nvidia.py, with diffusers' schedulers.
+
+Tests with diffusers' arithmetic are in test_parity.py and test_controlnet.py.
 """
 
 import diffusers

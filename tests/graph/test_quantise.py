@@ -16,7 +16,7 @@ FORMS = ("fp8", "int8", "int8_convrot")
 ALL = (*FORMS, "mxfp8", "nvfp4")
 LAYER = "transformer_blocks.2.attn2.to_q"
 FORWARD = "transformer_blocks.3.ff.conv_point"
-# of one forward of the bundled model, relative, at most; nvfp4 has 4 bits
+# Largest relative error of one forward of the bundled model. nvfp4 has 4 bits.
 ERROR = {"fp8": 0.04, "int8": 0.02, "int8_convrot": 0.02, "mxfp8": 0.06, "nvfp4": 0.3}
 
 
@@ -54,7 +54,7 @@ def relative(got, expected):
 
 
 def dequantised(patcher):
-    """The plain weights of what is quantised, by core's own dequantising."""
+    """{name: weight} of the quantised layers, dequantised by core."""
     layers = dict(patcher.model.diffusion_model.named_modules())
     return {name: layer.weight.dequantize() for name, layer in layers.items() if hasattr(layer, "quant_format")}
 
@@ -83,7 +83,7 @@ def test_the_forward_is_that_of_the_dequantised_weights(load, form):
     expected = velocity(plain)
     got = velocity(patcher)
     assert 0 < relative(got, expected) < ERROR[form]
-    # where the forwards differ in an input's last bit, int8 may round it to the next level
+    # An input that differs in its last bit may round to the next level of int8.
     assert relative(velocity(patcher, sampled=False), got) < (1e-2 if form.startswith("int8") else 1e-4)
     for name, weight in dequantised(patcher).items():
         own = plain.model.diffusion_model.get_parameter(f"{name}.weight")

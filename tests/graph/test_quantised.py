@@ -47,7 +47,7 @@ def test_products_of_the_command_line_are_no_farther_off_than_comfyui_s(host, sc
 
 
 def in_fp8(model, form, prefix="", plain="embed|norm|caption|time|proj_out"):
-    """Bring a model's matrices to fp8; return the tensors of a file that says so in that form, and its metadata.
+    """Quantise a model's matrices to fp8. Returns the tensors of a file in that form, and its metadata.
 
     Layers whose name matches `plain` stay as they are.
     """

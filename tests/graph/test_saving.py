@@ -21,7 +21,7 @@ def saved(host, put):
     def save(node, kind, loader, **inputs):
         save_as = {**inputs, "filename_prefix": f"{kind}/{node}"}
         host.run({"load": loader, "save": (node, save_as)})
-        # of CLIPSave the prefix goes on with the encoder's name
+        # CLIPSave appends the name of the encoder to the prefix.
         (file,) = host.output.glob(f"{kind}/{node}*.safetensors")
         tensors = read_file(file)
         file.unlink()

@@ -6,7 +6,7 @@ from PIL import Image
 
 from sana_core.memory import plan_memory
 
-# as nodes/host/bars.py draws
+# Pixels and colours of nodes/host/bars.py.
 TOP, STEP, BAR, BOTTOM = 100, 50, 34, 50
 BLUE, ORANGE = (91, 122, 166), (226, 150, 74)
 PROMPTS = "a red circle on a blue background\na blue square on a white background"
@@ -21,7 +21,7 @@ def previews(watched):
 
 
 def picture_on(host, node):
-    """The picture that the host was told to show on `node`, as pixels [H, W, 3]."""
+    """Pixels [H, W, 3] of the image that the host shows on `node`."""
     (image,) = host.executor.history_result["outputs"][node]["images"]
     assert image["type"] == "temp"
     return np.asarray(Image.open(host.models.parent / "temp" / image["subfolder"] / image["filename"]))[..., :3]

@@ -1,4 +1,4 @@
-"""SANA Split Image in the host: the two halves of the CPU draw what the whole draws, under every sampler."""
+"""SANA Split Image in the host: two halves on the CPU give the image of an undivided run, for every sampler."""
 
 import threading
 
@@ -78,7 +78,7 @@ def test_a_lora_behind_the_node_is_on_all_devices(host, base_graph, split_graph,
     expected = latents(host, with_lora(base_graph(steps=STEPS)))
     assert (expected - latents(host, base_graph(steps=STEPS))).abs().max() > 1e-2
     assert_same(latents(host, with_lora(split_graph())), expected)
-    # and it does not stay on them
+    # The LoRA does not stay on the halves.
     assert_same(latents(host, split_graph()), latents(host, base_graph(steps=STEPS)))
 
 

@@ -60,7 +60,7 @@ def test_the_template_is_a_turn_of_gemma_s_conversations(write, library):
     turn = f"<start_of_turn>user\n{PROMPT}<end_of_turn>\n<start_of_turn>model\n"
     expected = library(turn, 100)
     assert write(f" {PROMPT}\n", use_default_template=True)["text"] == expected != write()["text"]
-    # as core's node that brings a template of its own
+    # Core's node passes a prompt that already contains a template.
     assert write(turn, use_default_template=True)["text"] == expected
 
 
@@ -72,7 +72,7 @@ def test_a_seed_writes_the_same_text_and_another_seed_another(write):
 def test_a_host_that_asks_for_several_tokens_at_once_gets_the_same_text(write):
     """CLIP.generate of comfy/sd.py in ComfyUI 0.38 hands `mtp` to every model, and its sample_token takes none."""
     got = write(**SAMPLING)
-    # and comfy_extras/nodes_textgen.py there says this
+    # comfy_extras/nodes_textgen.py of that version passes these arguments.
     unset = {"images": {}, "video": None, "audio": None, "thinking": False, "system_prompt": ""}
     tokens = got["clip"].tokenize(PROMPT, skip_template=True, min_length=1, **unset)
     own = {key.partition(".")[2]: value for key, value in SAMPLING.items() if "." in key}

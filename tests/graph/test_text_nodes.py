@@ -1,4 +1,4 @@
-"""What the text nodes make of long, marked and empty prompts, and what they say under the node."""
+"""Long, marked and empty prompts in the text nodes, and the text under the node."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ LONG = "red " * 10_000
 
 @pytest.fixture
 def note(told):
-    """A function that says what the node has last shown under itself."""
+    """A function that returns the last text shown under the node."""
     return lambda: dict(told)["encode"]
 
 

@@ -96,7 +96,7 @@ def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, t
     losses = made["loss"]["loss"]
     assert len(losses) == 80 and sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
-    # what was shown on the way is what the canvas draws, before and after
+    # The previews before and after the run equal images from the canvas.
     before, after = (picture_of(runs, "learnt", step).astype(int) for step in (0, 80))
     plain = host.run(base_graph(text=captions[0], seed=0, steps=20))["image"]
     assert (pixels(plain) == before).all() and (pixels(made["image"]) == after).all()
@@ -313,7 +313,7 @@ def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
     host.run(training_graph(name="shown", validation_prompts="a\u2028cat\r\nb", validate_every=2, draw=2))
     assert [value for value, total, _ in seen if total == 6][-1] == 6
     previews = {value: preview for value, total, preview in seen if total == 6 and preview is not None}
-    # of each validation at once, however soon after the last curve
+    # Each validation has a preview at once, even directly after the last curve.
     assert {2, 4, 6} <= previews.keys()
     kind, image, largest = previews[6]
     # two pictures side by side above the curve
@@ -357,7 +357,7 @@ CORE = {
 }
 
 
-# core asks for it in fp32 too, which a CPU computes without
+# Core enters autocast for fp32 too. The CPU warns and computes without it.
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("algorithm", ["LoRA", "LoKr"])
 def test_core_s_trainer_trains_our_model(host, base_graph, captions, algorithm):

@@ -1,4 +1,4 @@
-"""What a training run draws to look at is what ComfyUI draws with what it saves, with any loader."""
+"""Previews of a training run equal ComfyUI's images with the saved files, for every loader."""
 
 import random
 import shutil

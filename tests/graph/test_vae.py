@@ -1,4 +1,4 @@
-"""Core's VAE nodes and SANA Decode make the same pixels, within their budget, and stop when they are told to."""
+"""Core's VAE nodes and SANA Decode give the same pixels, within their budget, and stop when cancelled."""
 
 import gc
 import re
@@ -78,7 +78,7 @@ def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, who
 
 
 def test_the_report_counts_all_groups_of_images(host, latent, whole, monkeypatch):
-    """ComfyUI decodes as many images together as fit into the free memory."""
+    """ComfyUI decodes several images together if they fit into the free memory."""
     from comfy.model_patcher import ModelPatcher
 
     samples, graph = latent(3, 32, 12, 10)

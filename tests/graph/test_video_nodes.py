@@ -130,12 +130,12 @@ def test_core_decodes_what_diffusers_does(host, build, name):
 
 
 def test_a_row_of_wans_latent_reaches_98_pixels(host):
-    """Behind the attention of its decoder; docs/video.md says what strips would cost."""
+    """The reach is measured behind the attention of the decoder. docs/video.md gives the cost of strips."""
     import comfy.ldm.wan.vae
 
     torch.manual_seed(0)
     vae = video_models.randomise(comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]))
-    # in float32 what reaches the outermost rows is lost in the rounding of some processors
+    # Some processors round away the small change of the outermost rows in float32.
     vae = vae.double()
     latents, shift = torch.randn(1, 16, 2, 64, 4).double(), torch.zeros(64).double()
     vae.decoder.middle[2].register_forward_hook(lambda module, inputs, out: out + shift[:, None])

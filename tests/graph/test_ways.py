@@ -11,7 +11,7 @@ from sana_core.runtime.image_files import levels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# of SamplerCustomAdvanced
+# Inputs of SamplerCustomAdvanced.
 CUSTOM = ("noise", "guider", "sampler", "sigmas", "latent_image")
 
 
@@ -70,7 +70,7 @@ def canvas_graph(case, reference, model, node):
     return {**graph, "sample": (node, {**links, **own})}
 
 
-# of diffusers' reference the first two alone, unless slow ones are run
+# Only the first two cases use diffusers' reference without the slow tests.
 BOTH = [
     pytest.param(case, reference, id=f"{case.name}-{reference}", marks=pytest.mark.slow if twice else ())
     for case in CASES

@@ -1,4 +1,4 @@
-"""The server offers each file of subgraphs/ to the canvas, with nodes that it knows and links that lead somewhere."""
+"""The server offers each file of subgraphs/ to the canvas, with existing nodes and complete links."""
 
 import json
 

@@ -44,7 +44,7 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
     assert len(previews) == 20
     # 4 bytes of event, 4 of format, then the file
     last = Image.open(io.BytesIO(previews[-1][8:]))
-    # as large as the image, which the canvas writes below it
+    # The preview is as large as the image, because the canvas writes this size below it.
     assert (last.format, last.size) == ("JPEG", (128, 128))
 
 

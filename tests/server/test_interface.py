@@ -1,6 +1,6 @@
 """Saved workflows hold node ids, names of inputs and the order of outputs: these never change.
 
-What is new is added to tests/graphs/interface.json; what is there may neither go nor change.
+New entries are added to tests/graphs/interface.json. Existing entries may neither be removed nor change.
 """
 
 import json
@@ -19,7 +19,7 @@ def kind(entry):
 
 @pytest.fixture(scope="module")
 def interface(server):
-    """What the server says of the pack's nodes."""
+    """The interface of the pack's nodes, from /object_info."""
     info = json.loads(get(server, "/object_info"))
     return {
         name: {

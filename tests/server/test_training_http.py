@@ -1,4 +1,4 @@
-"""A run over HTTP: what the websocket shows of it, Interrupt in its midst, and queueing it again."""
+"""A training run over HTTP: its messages on the websocket, an interrupt during the run, and queueing it again."""
 
 import io
 import json

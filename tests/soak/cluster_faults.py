@@ -87,7 +87,7 @@ class Faults:
 
     def strike(self) -> str:
         """Let something fail and return what."""
-        # those of actors come first
+        # Faults of actors come first in the list. They need an actor.
         fault = self.chance.choice(self.kinds if actors() else self.kinds[3:])
         fault()
         self.counts[fault.__name__] += 1
@@ -109,7 +109,7 @@ class Faults:
         self.slow.append((time.monotonic() + SLOW, self.signal(signal.SIGSTOP)))
 
     def wake(self) -> None:
-        """Let actors that were slow go on."""
+        """Resume actors that were stopped."""
         for due, process in list(self.slow):
             if time.monotonic() > due:
                 self.slow.remove((due, process))
@@ -149,13 +149,13 @@ class Faults:
 
 
 class Silence:
-    """The longest time without an image, for each of the faults that were in it."""
+    """The longest time without an image, by the faults that happened in that time."""
 
     def __init__(self) -> None:
         self.longest: dict[str, float] = {}
 
     def measure(self, drawn: Iterator[Any], happened: list[str]) -> Iterator[Any]:
-        """Yield what `drawn` does; `happened` gets the faults since the last one."""
+        """Yield the items of `drawn`. `happened` collects the faults since the last item."""
         last = None
         for each in drawn:
             now = time.monotonic()

@@ -1,10 +1,10 @@
-"""Let each of `batch`'s calls of the operating system fail in turn, and look at what is left each time.
+"""Let each of `batch`'s calls of the operating system fail in turn, and check the remaining files each time.
 
 `OMP_NUM_THREADS=1 python tests/soak/fail_batch.py` counts the calls that make, open for writing, name or remove a file.
-Before the n-th of them, for every n, the process is killed, or the disk becomes read-only, full, or fails once, or the
-process stands still while a second run comes to the same folder; so too in the middle of each file that is written.
-What holds is what kill_batch.py checks: nothing lost, mixed or half, no file of others touched; an error is one line,
-and the same command makes the folder whole.
+Before the n-th call, for every n, the process is killed, or the disk becomes read-only or full or fails once, or the
+process is stopped while a second run uses the same folder. The same happens in the middle of each written file. The
+checks are the checks of kill_batch.py: nothing is lost, mixed or incomplete, and no file of others is touched. An error
+is one line, and the same command then completes the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 GROWING = {"open", "os.mkdir", "os.link"}
 
 
-# what happens before a call: its event, its file, and how many calls ago it happened first
+# Called before a call: (event of the call, its file, number of calls since the first fault).
 Fault = Callable[[str, str, int], None]
 
 
@@ -72,9 +72,9 @@ INSIDE = {"killed in a write", "stands still in a write"}
 
 
 def arm(fault: Fault, number: int, folder: Path, inside: bool) -> Callable[[], None]:
-    """Return what lets `fault` happen before the `number`-th call that changes something in `folder`/out.
+    """Return a function that arms `fault` before the `number`-th call that changes something in `folder`/out.
 
-    With `inside` it happens in the middle of the `number`-th file that is written instead.
+    `inside`: the fault happens in the middle of the `number`-th written file instead.
     """
 
     def prepare() -> None:
@@ -111,7 +111,7 @@ def arm(fault: Fault, number: int, folder: Path, inside: bool) -> Callable[[], N
 
 
 def look(folder: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int]], first: int = 0) -> None:
-    """Raise AssertionError for what no fault may leave, or what a run says after the `first` letters of its log."""
+    """Raise AssertionError for files that no fault may leave, or for a wrong log after its `first` characters."""
     out = folder / "out"
     if out.exists():
         check(out, whole, before)
@@ -156,8 +156,7 @@ def disturb(name: str, number: int, base: Path, whole: dict[str, bytes]) -> Coun
 
 
 def at_calls(name: str, disturb: Callable[[int], Counter[str]], first: int, every: int) -> dict[str, int]:
-    """Return what happened in all when `disturb` let the fault of that name happen at every n-th call, until it found
-    no such call and returned nothing."""
+    """Call `disturb` for every n-th call until there is no such call. Returns the sum of its counters."""
     total, number = Counter[str](), 1 + first % every
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Run the nodes for several GPUs in ComfyUI while GPUs fail at random calls, and check what is left each time.
+"""Run the nodes for several GPUs in ComfyUI while GPUs fail at random calls, and check the images and leftovers.
 
 `OMP_NUM_THREADS=1 python tests/soak/fail_canvas.py --minutes 10` runs SANA Batch Sampler, SANA Decode on all devices
 and SANA Split Image on one, two and four pretended GPUs, with LoRA, ControlNet and VAE, in several states of ComfyUI's
@@ -6,7 +6,7 @@ memory. In most runs up to all GPUs but one fail: a driver fails, memory runs ou
 
 Each run has to end. While a GPU works, all images have to come, each once, equal to the CPU's images, from GPUs of the
 run. Afterwards no thread and no memory of the run may be left. Each defect is a line with the number of its run, and
-the status is 1. `--seed` and `--runs` repeat a run, with those on the same GPUs before it.
+the status is 1. `--seed` and `--runs` repeat a run and the runs before it on the same GPUs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HANGS, NANS = 0.03, 0.04
 
 
 class Fresh:
-    """A value that ComfyUI does not take from its cache, for a new `number`."""
+    """A value that a new `number` keeps out of ComfyUI's cache."""
 
     RETURN_TYPES = ("*",)
     FUNCTION = "give"

@@ -1,10 +1,10 @@
-"""Let each of `train`'s calls of the operating system fail in turn, and look at what is left each time.
+"""Let each of `train`'s calls of the operating system fail in turn, and check the remaining files each time.
 
-`OMP_NUM_THREADS=1 python tests/soak/fail_train.py` counts the calls of a short run that make, open for writing, name or
-remove what lies in its folder, and those that wait until a file is on the disk. At the n-th of them, for every n, the
-disk becomes read-only or full, or fails once. What holds is what kill_train.py checks: no state is half, the log has
-only grown, files of others are as they were. An error is one line that names the folder, and the same call ends as a
-run in which nothing failed: equal losses, equal bytes of LoRA, states and pictures, and no file more.
+`OMP_NUM_THREADS=1 python tests/soak/fail_train.py` counts the calls of a short run that create, open for writing,
+rename or remove files in its folder, or wait until a file is on the disk. At the n-th call, for every n, the disk
+becomes read-only or full, or fails once. The checks are the checks of kill_train.py: no state is incomplete, the log
+has only grown, and files of others are unchanged. An error is one line that names the folder. The same call then ends
+like a run without faults: equal losses, equal bytes of LoRA, states and images, and no additional file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = ("read-only", "full", "fails once")
 
 
 def arm(fault: Fault, number: int) -> Callable[[Path], None]:
-    """Return what lets `fault` happen at the `number`-th call that changes something in a run's folder."""
+    """Return a function that arms `fault` at the `number`-th call that changes something in a run's folder."""
 
     def prepare(out: Path) -> None:
         note = os.open(out.parent / "happened", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -57,7 +57,7 @@ def arm(fault: Fault, number: int) -> Callable[[Path], None]:
 
         def happen(event: str, file: str) -> None:
             nonlocal count
-            # the thread that says that the run lives does so at any moment
+            # The heartbeat thread of the run writes at any moment, so its calls are not counted.
             if threading.current_thread() is threading.main_thread():
                 count += 1
                 if count >= number:
@@ -66,7 +66,7 @@ def arm(fault: Fault, number: int) -> Callable[[Path], None]:
 
         def hook(event: str, arguments: tuple) -> None:
             changes = event in CHANGES or (event == "open" and arguments[2] & WRITING)
-            # rmtree names what it removes by the folder's descriptor
+            # rmtree passes a name relative to the folder's descriptor.
             inside = event in ("os.remove", "os.rmdir") and arguments[1] >= 0
             if changes and (inside or str(arguments[0]).startswith(str(out))):
                 happen(event, str(arguments[0]))

@@ -24,7 +24,7 @@ Graph = dict[str, dict[str, Any]]
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 MODEL = "sana-tiny"
 COLOURS, SHAPES = ("red", "green", "blue", "yellow"), ("circle", "square", "triangle")
-# few, for torch's libraries keep what they prepare for each new shape: with more, memory grows for hundreds of graphs
+# Few sizes, because torch's libraries cache kernels for each new shape. With more, memory grows for hundreds of graphs.
 SIZES = ((128, 128), (256, 192), (32, 256))
 RANK = 4
 
@@ -172,7 +172,7 @@ def sprint(random: Random) -> Graph:
 
 
 def single_file(random: Random) -> Graph:
-    """A model of its own file, in one of the precisions: what is cached of it is left for another."""
+    """A model from a single file in one of the precisions. A change of precision replaces the cached model."""
     dtype = random.choice(("default", "fp8_e4m3fn"))
     graph = {**loaded(random), "model": node("SanaNodesModelLoader", model_name="sana.safetensors", weight_dtype=dtype)}
     return saved(random, {**graph, "sample": sampled(random, "model")})
@@ -281,7 +281,7 @@ KINDS = {
 
 
 def mixed(random: Random, count: int) -> list[str]:
-    """Return `count` names of kinds in random order, each at least once, and as often as its share says."""
+    """Return `count` names of kinds in random order. Each occurs at least once, and in proportion to its share."""
     shares = {name: kind.share for name, kind in KINDS.items()}
     names = [*shares, *random.choices(list(shares), list(shares.values()), k=count - len(shares))]
     random.shuffle(names)
@@ -307,7 +307,7 @@ def write_transformer(path: Path, scale: float) -> None:
 
 
 def write_models(models: Path) -> None:
-    """Write what the graphs load."""
+    """Write the models that the graphs load."""
     link_tiny(models.parent)
     for seed in (0, 1):
         write_lora(models / "loras" / f"style{seed}.safetensors", seed)
@@ -330,7 +330,7 @@ def write_models(models: Path) -> None:
 
 
 def replace_files(models: Path, random: Random) -> None:
-    """Write the LoRAs and the single file anew in place, while what was read of them is in use."""
+    """Rewrite the LoRAs and the single file in place while models loaded from them are in use."""
     for number in (0, 1):
         write_lora(models / "loras" / f"style{number}.safetensors", random.getrandbits(31))
     write_transformer(models / "diffusion_models" / "sana.safetensors", random.choice((0.97, 0.98, 0.99, 1.0)))

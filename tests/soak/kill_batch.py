@@ -1,10 +1,10 @@
-"""Kill `batch` at random moments, and look at what is left each time.
+"""Kill `batch` at random moments, and check the remaining files each time.
 
-`OMP_NUM_THREADS=1 python tests/soak/kill_batch.py --kills 1000` runs the real command in processes of its own, forked
-after the imports so that a kill takes a second. Each is killed with SIGKILL; now and then two of them are on one folder
-at the same time. After each kill: files of others are untouched, pictures that were there are too, and every picture
-that is there is the one that an undisturbed run draws. When a folder is whole, the next begins. The results go to
-benchmarks/kills.json, and a run that is started again adds to them.
+`OMP_NUM_THREADS=1 python tests/soak/kill_batch.py --kills 1000` runs the real command in processes that are forked
+after the imports, so that a kill takes a second. Each process is killed with SIGKILL. Sometimes two processes use one
+folder at the same time. After each kill, files of others and finished images are unchanged, and every image equals the
+image of an undisturbed run. When a folder is complete, the next folder begins. The results are added to
+benchmarks/kills.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FOREIGN = {".00000_0.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "notes
 
 
 def import_all() -> None:
-    """Import what the command imports on its way, and start no thread, which a fork would lose."""
+    """Import the modules that the command imports later. Starts no thread, because a fork would lose it."""
     checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
     fingerprint(checkpoint)
@@ -122,7 +122,7 @@ def check(out: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int
 
 
 def disturb(folder: Path, source: random.Random, seconds: float) -> Counter[str]:
-    """Run once and kill at a random moment, with a second run beside it now and then. Return what happened."""
+    """Run once and kill at a random moment, sometimes with a second run in the same folder. Returns the counters."""
     happened: Counter[str] = Counter()
     first = start(folder)
     second = start(folder, source.choice(["prompts.txt", "other.txt"])) if source.random() < 0.15 else None
@@ -136,7 +136,7 @@ def disturb(folder: Path, source: random.Random, seconds: float) -> Counter[str]
 
 
 def soak(kills: int, seed: int, base: Path) -> Counter[str]:
-    """Return the figures of so many kills. Raises AssertionError for the first thing that did not hold."""
+    """Return the counters of `kills` kills. Raises AssertionError for the first violation."""
     source, happened = random.Random(seed), Counter[str]()
     folder = new_folder(base)
     assert wait(start(folder)) == 0, (folder / "log").read_text()
@@ -172,7 +172,7 @@ def soak(kills: int, seed: int, base: Path) -> Counter[str]:
 
 
 def mine(out: Path) -> bool:
-    """Whether the folder is not that of the run with other prompts."""
+    """Whether the folder belongs to the run with PROMPTS."""
     listed = json.loads((out / "manifest.json").read_bytes())["images"] if (out / "manifest.json").exists() else {}
     return all(entry["prompt"] in PROMPTS for entry in listed.values())
 
@@ -189,8 +189,10 @@ def parse(parser: argparse.ArgumentParser, kills: int, part: int, results: Path)
 def repeat(
     soak: Callable[[int, int, Path], Counter[str]], facts: dict[str, int], arguments: argparse.Namespace
 ) -> None:
-    """Call `soak` with a number of kills, a seed and an empty folder until there were as many as asked for, and add
-    what it returns to the results, which also have `facts`."""
+    """Call `soak` with a number of kills, a seed and an empty folder until all kills have happened.
+
+    Adds its counters and `facts` to the results.
+    """
     results, end = arguments.results, time.monotonic() + 60 * arguments.minutes
     total: Counter[str] = Counter(json.loads(results.read_text())["happened"] if results.exists() else {})
     while total["kills"] < arguments.kills and time.monotonic() < end:

@@ -1,12 +1,11 @@
-"""Kill `train` at random moments and in the midst of its saves, and look at what is left each time.
+"""Kill `train` at random moments and during its saves, and check the remaining files each time.
 
-`OMP_NUM_THREADS=1 python tests/soak/kill_train.py --kills 500` trains a LoRA in processes of their own, forked after
-the imports so that a kill takes a second, on both bundled models and a smaller one in turn. One in three is killed
-before a call that makes, opens, names or removes a file of a save, or when half of a state's tensors are written; the
-others at any moment. After each kill the states that are there are whole, the log has only grown, and files of others
-are as they were. When a run has come to its end, its losses, its LoRA, its states and its pictures are to the byte
-those of a run that nobody killed, and it has no file more. The results go to benchmarks/train_kills.json, and a run
-that is started again adds to them.
+`OMP_NUM_THREADS=1 python tests/soak/kill_train.py --kills 500` trains a LoRA on both bundled models and a smaller one
+in turn, in processes that are forked after the imports, so that a kill takes a second. One in three is killed before a
+call that creates, opens, renames or removes a file of a save, or when half of a state's tensors are written. The others
+are killed at any moment. After each kill the states are complete, the log has only grown, and files of others are
+unchanged. At the end of a run its losses, LoRA, states and images equal those of an undisturbed run to the byte, and
+there is no additional file. The results are added to benchmarks/train_kills.json.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ RESULTS = ROOT / "benchmarks" / "train_kills.json"
 SMALL = "small"
 MODELS = ("sana-tiny", "sana-posters", SMALL)
 STEPS = 6
-# of all kills, how many are inside a save
+# Share of the kills that happen during a save.
 SAVES = 0.35
-# of the runs, how many have been encoded before the first kill
+# Share of the runs whose images are encoded before the first kill.
 CACHED = 0.8
 # calls of a save that change something, and about how many there are
 CALLED = CHANGES | {"shutil.rmtree", "shutil.copyfile"}
 CALLS = 30
 FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
-# these have times and paths in them
+# These files contain times and paths.
 TIMED = {"log.jsonl", "cache/digests.json"}
 
 Prepare = Callable[[Path], None]
@@ -84,7 +83,7 @@ def put_foreign(folder: Path) -> None:
 
 
 def start(settings: TrainingSettings, prepare: Prepare = lambda out: None) -> int:
-    """Start the run in a process of its own, which first does `prepare`; return its id. What it says goes to a log."""
+    """Start the run in a new process, which first calls `prepare`. Returns its id. Its output goes to a log."""
     pid = os.fork()
     if pid:
         return pid
@@ -112,8 +111,10 @@ def die() -> None:
 
 
 def in_save(number: int) -> Prepare:
-    """Return what kills the process before the `number`-th call that changes something while a state is written, older
-    ones are removed, or the result is published."""
+    """Return a function that arms a kill before the `number`-th call that changes something during a save.
+
+    A save writes a state, removes older ones, or publishes the result.
+    """
 
     def prepare(out: Path) -> None:
         count, inside = 0, 0
@@ -137,7 +138,7 @@ def in_save(number: int) -> Prepare:
                     die()
 
         write, trainer.remove_older = watched(trainer.write_state), watched(trainer.remove_older)
-        # and what it returns, which another thread calls
+        # Another thread calls the returned function, which has to be watched too.
         trainer.write_state = lambda *values: watched(write(*values))
         trainer.publish = watched(trainer.publish)
         sys.addaudithook(hook)
@@ -146,7 +147,7 @@ def in_save(number: int) -> Prepare:
 
 
 def in_half(number: int) -> Prepare:
-    """Return what kills the process when half of the `number`-th state's tensors are written."""
+    """Return a function that arms a kill at half of the tensors of the `number`-th state."""
 
     def prepare(out: Path) -> None:
         real, count = states.write_tensors, 0
@@ -194,7 +195,7 @@ def check_end(settings: TrainingSettings, whole: dict[str, bytes], losses: list[
 
 
 def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
-    """Return what happened in so many kills. Raises AssertionError for the first thing that did not hold."""
+    """Return the counters of `kills` kills. Raises AssertionError for the first violation."""
     source, happened = random.Random(seed), Counter[str]()
     folder = new_folder(base)
     settings = settings_of(model, folder)
@@ -204,7 +205,7 @@ def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
     whole, losses = content(folder / "out"), read_losses(folder / "out")
     cache = shutil.copytree(folder / "out" / "cache", folder / "cache")
     while happened["kills"] < kills:
-        # the same folder again, whose path is in the name of what lies in the cache unfinished
+        # Use the same folder again, because its path is part of the names of unfinished cache files.
         shutil.rmtree(folder / "out")
         put_foreign(folder)
         if source.random() < CACHED:

@@ -1,9 +1,9 @@
-"""Send hundreds of mixed graphs to one server, and see that it holds no more in the end than after the first of them.
+"""Send hundreds of mixed graphs to one server, and check that its resources do not grow after the first ones.
 
 `OMP_NUM_THREADS=1 python tests/soak/mixed_graphs.py --graphs 300` starts ComfyUI with the pack, sends graphs of all
-kinds of graphs.py, some wrong and some cancelled, and rewrites model files that are in use. After each block the server
-is asked to free what it may, as its menu does, and what it holds then is noted: memory, threads, open files. The
-results go to benchmarks/soak.json. It ends with 1 where something grows.
+kinds of graphs.py, some wrong and some cancelled, and rewrites model files that are in use. After each block it frees
+the server's caches, as the server's menu does, and records memory, threads and open files. The results go to
+benchmarks/soak.json. The exit status is 1 if something grows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.soak.graphs import KINDS, Graph, every_shape, mixed, picture, replace
 
 RESULTS = ROOT / "benchmarks" / "soak.json"
 NAME = "soak"
-# of a process, what of that comes from no file, what malloc has given out, tensors, and how many objects
+# Resident memory of the process, its anonymous part, allocations of malloc, tensors, and the number of objects.
 MEMORY = ("rss", "anonymous", "heap_bytes", "tensor_bytes", "objects")
-# what the first three may grow by
+# Largest relative growth of the first three.
 GROWTH = 0.02
 # seconds until a server that has nothing to do has closed its connections
 QUIET = 3.0
@@ -42,9 +42,9 @@ PROBE = ROOT / "tests" / "soak" / "probe"
 
 
 def send(server: Server, graph: Graph, cancel_after: int | None = None) -> tuple[str, str]:
-    """Send the graph and return how it ended: drawn, refused, failed or cancelled, and the message, if any.
+    """Send the graph. Returns its end (drawn, refused, failed or cancelled) and the message, if any.
 
-    With `cancel_after` it is cancelled after so many of its reports of progress.
+    `cancel_after`: cancel after this many progress reports.
     """
     received, steps, last = 0, 0, ""
     try:
@@ -69,13 +69,13 @@ def free(server: Server) -> None:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Return the bytes of a process that are in memory, and those of them that come from no file."""
+    """Return the resident bytes of a process, and its anonymous bytes."""
     found = dict(re.findall(r"(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()))
     return {"rss": int(found["Rss"]) * 1024, "anonymous": int(found["Anonymous"]) * 1024}
 
 
 def open_files(pid: int) -> list[str]:
-    """Return what a process has open: paths, and the kind of what has none."""
+    """Return the open files of a process: paths, or kinds of things without a path."""
     names = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -86,7 +86,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def measure(server: Server) -> dict[str, Any]:
-    """Return what the server holds when nothing runs."""
+    """Return the resources that the idle server holds."""
     free(server)
     held = json.loads(get(server, "/soak"))
     # the connection that asked
@@ -98,7 +98,7 @@ def measure(server: Server) -> dict[str, Any]:
 
 
 def prepare() -> Path:
-    """Make the server's folder anew and return its models/."""
+    """Recreate the server's folder. Returns its models/."""
     base = base_directory(NAME)
     shutil.rmtree(base)
     base = base_directory(NAME)
@@ -108,10 +108,10 @@ def prepare() -> Path:
 
 
 def growth(measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what is more in the end than after the warm-up.
+    """Return the growth from the warm-up to the end.
 
-    What the process has of the machine's memory goes up and down by 1.5 % with the free pages between what is in use,
-    so it is the median of three measurements at both ends.
+    Resident memory varies by 1.5 % with the free pages between used ones, so both ends are medians of three
+    measurements.
     """
     first, last = measured[0], measured[-1]
     more = Counter(last["kinds"]) - Counter(first["kinds"])
@@ -156,7 +156,7 @@ def soak(server: Server, models: Path, graphs: int, warm_up: int, block: int, se
         if number % 10 == 0:
             replace_files(models, random)
         if number >= warm_up and (number - warm_up) % block == 0:
-            # the same graph before each measurement, so that what it leaves is the same
+            # The same graph runs before each measurement, so that it leaves the same things behind.
             assert send(server, picture(Random(0)))[0] == "drawn"
             measured.append(measure(server))
             held = {key: measured[-1][key] for key in (*MEMORY, "tasks")}
@@ -173,7 +173,7 @@ def soak(server: Server, models: Path, graphs: int, warm_up: int, block: int, se
 
 
 def faults(found: dict[str, Any]) -> list[str]:
-    """Return what is not as it was after the warm-up, in words."""
+    """Describe each resource that has grown or changed since the warm-up."""
     ratios = {name: found["ratio"][name] for name in MEMORY[:3]}
     grown = [f"{name}: {ratio:.3f} of what it was" for name, ratio in ratios.items() if ratio > 1 + GROWTH]
     changed = [f"{name}: {found[name]}" for name in ("threads", "files") if len(set(found[name])) > 1]

@@ -1,8 +1,8 @@
 """Two servers and a `batch` at once, with one folder for models, results, settings and caches.
 
-`OMP_NUM_THREADS=1 python tests/soak/two_servers.py --graphs 30` sends the same graphs to both. All pictures are there,
-whole, and of both servers the same; the batch draws its own beside them. Names of files are the servers' own: ComfyUI's
-Save Image counts what is there before it writes, so that two servers with one prefix can choose the same name.
+`OMP_NUM_THREADS=1 python tests/soak/two_servers.py --graphs 30` sends the same graphs to both. All images exist, are
+complete, and are equal on both servers. The batch generates its images beside them. Each server has its own prefix,
+because ComfyUI's Save Image counts existing files before it writes: two servers with one prefix can choose one name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def draw(server: Server, prefix: str, count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Send the graphs and return name and pixels of each picture that the server says that it wrote."""
+    """Send the graphs. Returns name and pixels of each image that the server reports."""
     random, found = Random(seed), []
     for _ in range(count):
         graph = KINDS[random.choice(DRAWN)].make(random)

@@ -1,7 +1,7 @@
 """Give wrong tensors to ComfyUI's nodes and count the errors that are not one line of this pack's:
 `python tests/soak/wrong_values.py [WORD]`, with WORD for the cases whose name contains it.
 
-`outcome` in tests/wrong_tensors.py says what counts as a bare error.
+`outcome` in tests/wrong_tensors.py defines a bare error.
 """
 
 from __future__ import annotations

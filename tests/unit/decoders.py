@@ -5,7 +5,7 @@ from layouts import f32c32
 
 
 def lite(divisor, **changes):
-    """DC-AE-Lite, as its authors configure it, with so many times fewer channels."""
+    """DC-AE-Lite in its authors' configuration, with the channels divided by `divisor`."""
     decoder = {
         "decoder_block_types": "ResBlock",
         "decoder_layers_per_block": (0, 3, 5, 4, 4, 4),

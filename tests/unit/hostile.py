@@ -26,7 +26,7 @@ class Call:
 
 
 def write_header(file, header, size=0):
-    """A safetensors file of this header, a document or its text, and so many zeros."""
+    """Write a safetensors file: `header` as JSON or as raw bytes, then `size` zeros."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)

@@ -89,7 +89,7 @@ def test_bias_and_activation_go_into_rows_of_another_map(dtype, name, activation
 @pytest.mark.parametrize("width, positions", [(2240, 3), (1152, 5), (64, 1)])
 def test_residual_gate_norm_and_modulation(dtype, width, positions):
     hidden, branch = noise(2, positions, width).to(dtype), noise(2, positions, width, seed=1).to(dtype)
-    # as the tables of all blocks lie in memory
+    # A block reads slices of one table, which are not contiguous.
     shift, scale, gate = noise(2, 4, 3, 1, width, seed=2).to(dtype)[:, 1].unbind(1)
 
     def norm(x):
@@ -200,7 +200,7 @@ def test_a_step_is_as_near_the_truth_as_the_library_s(dtype, size, qk_norm, ever
     # the library has tables of its own in fp32
     exact = narrow_transformer(qk_norm).to(dtype).double()
     truth = exact(x.double(), embeds.double(), time.double(), encoder_attention_mask=mask.double()).sample
-    # of a network a different rounding anywhere moves the distance by chance
+    # In a network, any different rounding changes the error by chance.
     assert error(got, truth) <= 1.15 * error(plain, truth) + torch.finfo(torch.float32).eps / 2
 
 

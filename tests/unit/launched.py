@@ -26,7 +26,7 @@ def free_port():
 
 
 def start_ranks(count, function):
-    """Start `function(ranks)` on `count` ranks; return the processes and the queue of (rank, what it returned)."""
+    """Start `function(ranks)` on `count` ranks. Returns the processes and the queue of (rank, result)."""
     context, port = multiprocessing.get_context("fork"), free_port()
     results = context.SimpleQueue()
     processes = [context.Process(target=be_rank, args=(rank, count, port, function, results)) for rank in range(count)]
@@ -47,14 +47,14 @@ def be_rank(rank, count, port, function, results):
     except BaseException as error:
         results.put((rank, (type(error).__name__, str(error), traceback.format_exc())))
         return
-    # as bytes, for a tensor's memory would go with this process
+    # Bytes survive the end of this process. The shared memory of a tensor does not.
     packed = io.BytesIO()
     torch.save(found, packed)
     results.put((rank, ("done", packed.getvalue())))
 
 
 def outcomes(count, function, deadline=DEADLINE):
-    """Return ("done", what it returned) or (error's class, its message, its traceback) of each rank, in their order."""
+    """Return ("done", result) or (class, message, traceback of the error) for each rank, in order."""
     processes, results = start_ranks(count, function)
     end, found = time.monotonic() + deadline, {}
     try:
@@ -71,7 +71,7 @@ def outcomes(count, function, deadline=DEADLINE):
 
 
 def results_of(count, function, deadline=DEADLINE):
-    """Return what `function` returns on each rank. Raises AssertionError with the traceback of one that failed."""
+    """Return the results of `function`, one per rank. Raises AssertionError with the traceback of a failed rank."""
     found = outcomes(count, function, deadline)
     for outcome in found:
         assert outcome[0] == "done", outcome[-1] or outcome

@@ -1,4 +1,4 @@
-"""Every torch that the pack takes counts memory and tells a driver's error, by whatever name."""
+"""Every supported torch version counts memory and reports a driver's error, under any name."""
 
 import subprocess
 import sys
@@ -237,7 +237,7 @@ def counted(monkeypatch):
 
 @pytest.fixture
 def apple(monkeypatch):
-    """torch.mps as it is on Apple's machines, where it counts by these alone; returns what is allocated."""
+    """torch.mps with only the counters of Apple's machines. The value is a list with the allocated bytes."""
     allocated = [100]
     monkeypatch.setattr(torch._C, "_mps_currentAllocatedMemory", lambda: allocated[0], raising=False)
     assert not [name for name in NAMES if name != "empty_cache" and hasattr(torch.mps, name)]
@@ -256,7 +256,7 @@ def test_the_peak_on_apples_gpu_is_what_was_seen_of_it(apple):
 
 @pytest.mark.parametrize("kind, measured", [("mps", True), ("privateuseone", False)])
 def test_a_decode_ends_on_accelerators_that_count_less(apple, kind, measured, monkeypatch):
-    """Decoded on the CPU, and measured as there; torch knows nothing of the second."""
+    """The CPU decodes and counts here. torch has no counters for the second kind."""
     monkeypatch.setattr(run, "PeakMemory", lambda device: device_memory.PeakMemory(torch.device(kind)))
     report = {}
     pixels = decode_latents(f32c32(8), torch.zeros(1, 32, 4, 4), report=report)
@@ -279,7 +279,7 @@ def test_the_peak_on_a_device_is_what_was_allocated_at_once_since_the_start(coun
     assert peak.bytes == 0
 
 
-# in a process of its own, where no other test's freed memory is used again
+# A new process cannot reuse memory that another test has freed.
 PEAK = """
 import time
 import torch

@@ -13,7 +13,7 @@ from sana_core.runtime.cancellation import no_poll
 from sana_core.sampling.guidance import denoiser
 
 pytest.importorskip("triton")
-# before it, fake tensors on cuda ask for a driver
+# Older versions need a driver for fake tensors on cuda.
 pytest.importorskip("torch", "2.9")
 
 
@@ -79,7 +79,7 @@ def test_one_allocation_that_fails_costs_no_picture_and_leaves_nothing(work):
         except torch.OutOfMemoryError:
             pass
         assert card.alive[FIRST] == 0, wanted
-    # what comes before the first block can only fail
+    # An allocation before the first block cannot be retried.
     assert survived / len(tried) > 0.8, (survived, len(tried))
 
 

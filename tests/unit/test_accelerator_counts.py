@@ -12,7 +12,7 @@ from sana_core.model.known_models import VARIANTS
 from sana_core.split.cost import work_of
 
 pytest.importorskip("triton")
-# before it, fake tensors on cuda ask for a driver
+# Older versions need a driver for fake tensors on cuda.
 pytest.importorskip("torch", "2.9")
 
 

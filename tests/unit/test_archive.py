@@ -1,4 +1,4 @@
-"""What `comfy node pack` puts into the archive: the tracked files less those of .comfyignore; nothing is banned."""
+"""The archive of `comfy node pack`: the tracked files without the files of .comfyignore, and nothing banned."""
 
 import ast
 import io
@@ -30,9 +30,9 @@ TOP = {
     "web",
     "workflows",
 }
-# bytes of the zip, and of what is in it beside the demo model
+# Largest size of the zip, and of its files without the demo model, in bytes.
 LARGEST, LARGEST_BESIDE_MODELS = 40_000_000, 8_000_000
-# what the registry's scanner marks, wherever it stands
+# The registry's scanner marks these strings anywhere in a file.
 MARKED = re.compile(rb"\b(exec|eval)\(|os\.system|subprocess\.|os\.environ|aiohttp\.ClientSession|\.sendall\(")
 
 

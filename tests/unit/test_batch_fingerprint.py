@@ -1,4 +1,4 @@
-"""What is asked before a picture is taken for one that would be drawn now: everything that decides it."""
+"""An image on disk is reused only if everything that decides its pixels is unchanged."""
 
 import os
 

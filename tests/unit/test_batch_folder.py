@@ -1,4 +1,4 @@
-"""`python -m sana_core batch`: what it writes, and that it goes on where it was."""
+"""`python -m sana_core batch`: the files that it writes, and resuming."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = files(made)
-    # of the dead run, and of somebody else
+    # One unfinished file is of the dead run. The others belong to somebody else.
     (next(made.glob(".sana-batch/run-*")) / ".0123abcd.part").write_bytes(b"half")
     foreign = {".00001_3.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "00001_3.png.part": b"mine"}
     for name, data in foreign.items():
@@ -256,7 +256,7 @@ def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(made, batch, conten
     file.write_bytes(data[: len(data) // 2] if content == "first half" else content)
     code, out, err = batch()
     if manifest == "removed":
-        # nothing tells whose it is
+        # Without the manifest, the owner of the image is unknown.
         assert code == 1 and "00000_1.png is not of this batch" in err
     else:
         assert (code, out.count(".png (")) == (0, 1), err
@@ -610,7 +610,7 @@ def test_a_bad_prompt_file_is_one_line(batch, tmp_path, content, message):
 
 
 def test_a_disk_that_is_full_says_so_and_leaves_no_half_picture(batch, spawn, tmp_path):
-    # no file may grow beyond 3000 bytes, fewer than a picture has
+    # No file may become larger than 3000 bytes. An image has more.
     process = spawn(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
     _, err = process.communicate()
     assert (

@@ -516,7 +516,7 @@ def test_no_thread_holds_the_lock_while_a_device_tells_its_memory(checkpoint, mo
     monkeypatch.setattr(local, "FIRST_ON_CPU", 1)
     images, cpu = batch_images(2, 1, 5), torch.device("cpu")
     generation = local.LocalGeneration(prepare(Workload(PROMPTS, images), checkpoint, SETTINGS, [cpu]), [images])
-    # Another device encodes, and this one asks whether it has room for a text encoder too.
+    # Another device encodes. This device checks whether it has room for a text encoder too.
     generation.plan.begin("other", "another device", time.monotonic())
     generation.models[cpu].models = object()
     held = []
@@ -548,7 +548,7 @@ def test_a_gpu_that_other_programs_have_filled_is_left_out(checkpoint, monkeypat
 
     monkeypatch.setattr(batch_size, "free_bytes", free_bytes)
     monkeypatch.setattr(local, "load_models", load)
-    # GPU 1 has no room for the encoder beside its models, and asks the other devices.
+    # GPU 1 has no room for the encoder beside its models, so another device has to encode.
     monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: free_bytes(arguments[-1]) < 0)
     with pretend_cards(2):
         images = batch_images(len(MANY), 1, 5)

@@ -110,7 +110,7 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
         f"{prompt:05d}_{5 + int(ranks[1][prompt, rank])}.png": rank + 1 for prompt in range(2) for rank in range(2)
     }
     assert all(entry(path)["score"] == manifest["images"][name]["score"] for name, path in pngs.items())
-    # of one prompt an image is gone, the other prompt is whole, and the list is lost
+    # One prompt lacks an image, the other prompt is complete, and the manifest is lost.
     lost = f"00001_{5 + int(ranks[1][1, 0])}.png"
     whole, kept = pngs[lost].read_bytes(), {name: path.stat().st_mtime_ns for name, path in pngs.items()}
     pngs[lost].unlink()

@@ -1,4 +1,4 @@
-"""The bundled folder loads as the library loads it, and broken files say what is wrong with them."""
+"""The bundled folder loads as in diffusers, and errors name the defect of a broken file."""
 
 import json
 import pickle
@@ -278,7 +278,7 @@ def test_an_index_of_more_files_than_a_model_has_is_refused(sharded):
 
 
 def test_a_file_that_changes_between_its_header_and_its_tensors_is_named(weights, tmp_path):
-    """Another program may write a checkpoint anew while it is chosen on the canvas and not loaded yet."""
+    """Another program may rewrite a checkpoint between its choice on the canvas and its loading."""
     file = altered(weights, tmp_path, lambda tensors: tensors)
     seen = sana_core.inspect_checkpoint(file)
     tensors = sana_core.checkpoints.headers.read_file(file)
@@ -310,7 +310,7 @@ def test_a_library_that_cannot_be_imported_is_not_the_file_s_fault(checkpoint, m
     import diffusers.models
 
     for library in (diffusers, diffusers.models):
-        # as before its first use
+        # The library then imports the class again.
         monkeypatch.delitem(vars(library), "AutoencoderDC", raising=False)
     monkeypatch.setitem(sys.modules, AutoencoderDC.__module__, None)
     with pytest.raises(sana_core.errors.VersionError, match=r"cannot be imported \(.*halted.*requirements.txt"):

@@ -1,4 +1,4 @@
-"""Clocks that jump: what waits counts seconds that only go on, and what compares files asks for the same, not later."""
+"""Clocks that jump: waits use a monotonic clock, and files are compared for the same time, not for a later one."""
 
 import itertools
 import os

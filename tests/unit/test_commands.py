@@ -27,7 +27,7 @@ from sana_core.runtime.image_files import regroup
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it wrote."""
+    """The exit status of a command and its output."""
 
     returncode: int
     stdout: str

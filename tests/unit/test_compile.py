@@ -1,4 +1,4 @@
-"""torch.compile of the forward: one graph, no break, and as many compilations as sizes."""
+"""torch.compile of the forward: one graph without a break, and one compilation per size."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ from sana_core.sampling.guidance import ControlledModel, compile_mode, denoiser
 
 
 class Graphs:
-    """A backend that runs what it gets as it is, and counts it."""
+    """A backend that runs graphs unchanged and counts them."""
 
     def __init__(self):
         self.count = 0
@@ -34,7 +34,7 @@ def graphs(monkeypatch):
 
 
 def check_denoiser(transformer, size, kept, seed, sigma):
-    """Check that the compiled model computes what the other does; `kept` are the lengths of two prompts."""
+    """Check that the compiled model and `transformer` agree. `kept` are the lengths of two prompts."""
     prompts = [random_prompt(1, kept=tokens, seed=seed + 9 * i) for i, tokens in enumerate(kept)]
     x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(sigma)
     got, expected = (
@@ -100,7 +100,7 @@ def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_laten
     assert graphs.count == 1
 
 
-# images of 2048 positions at most, as a bucket has them: other sides, and as many or fewer rows
+# Sizes of one bucket, which has at most 2048 positions.
 BUCKET = ((4, 6), (6, 4), (3, 8), (8, 3), (5, 5), (2, 12))
 
 

@@ -1,4 +1,4 @@
-"""Released DC-AEs, under the names that their authors gave the tensors, compute what the authors' code computes."""
+"""Released DC-AEs in their authors' tensor names give the same results as the authors' code."""
 
 import layouts
 import mit_dc_ae
@@ -135,7 +135,7 @@ def test_the_files_of_other_tests_have_the_names_that_the_authors_give():
     assert layouts.mit(model).keys() == mit_dc_ae.shapes(config).keys()
 
 
-# what is not SANA's, or not whole
+# Files of other DC-AEs, and incomplete files.
 
 OTHERS = {
     # dc-ae-f32c32-in-1.0, dc-ae-f64c128-mix-1.0 and dc-ae-1.5-f32c128, in both layouts

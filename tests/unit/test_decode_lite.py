@@ -175,7 +175,7 @@ def test_other_decoders_without_attention_are_exact_too():
         assert relative(got, model.decode(latents).sample) <= CLOSE
 
 
-# what it takes
+# Memory and time.
 
 
 def test_measured_decodes_took_what_was_predicted():

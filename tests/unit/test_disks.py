@@ -17,7 +17,7 @@ from setup import ROOT
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PAGE = 4096
-# of linux/sched.h and sys/mount.h
+# Flags of linux/sched.h and sys/mount.h.
 CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
 
 
@@ -63,7 +63,7 @@ def mount(path, options):
 
 
 def command(*words):
-    """Run the command; return its status and what it said on stderr."""
+    """Run the command. Returns its status and its stderr."""
     from sana_core.__main__ import main
 
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
@@ -82,7 +82,7 @@ def content(folder):
 
 
 def leave_pages(folder, count):
-    """Fill the disk with one file, but for so many pages."""
+    """Fill the disk with one file, and leave `count` pages free."""
     with (folder / "ballast").open("wb", buffering=0) as stream:
         with contextlib.suppress(OSError):
             while stream.write(bytes(PAGE)) == PAGE:
@@ -91,7 +91,7 @@ def leave_pages(folder, count):
 
 
 def leave_files(folder, count):
-    """Fill the disk with names, but for so many files."""
+    """Fill the disk with names, and leave room for `count` files."""
     (folder / "ballast").mkdir()
     made = []
     with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def draw_on_disks_of_all_sizes():
         assert content(out).items() >= whole.items()
         for path in out.iterdir():
             path.unlink()
-    # from a disk for nothing to one for all
+    # The disks range from one without any room to one with room for everything.
     assert drawn == {(fill, count) for fill in (leave_pages, leave_files) for count in range(3)}, drawn
 
 
@@ -260,7 +260,7 @@ OWN["validation.prompts"] = "a red circle"
 
 def train():
     status, said = command("train", "out.toml")
-    # what it says on its way is on lines of its own
+    # Progress and the error are on separate lines.
     return status, said.replace("\r", "\n").rstrip().splitlines()[-1:] if status else []
 
 

@@ -35,7 +35,7 @@ def test_each_test_that_is_named_exists(document):
 def test_the_table_of_the_ways_is_that_of_the_figures():
     report = json.loads((ROOT / "benchmarks" / "ways.json").read_text())
     assert TABLE.findall(DOCUMENT.read_text(encoding="utf-8")) == [table(report)]
-    # with what is promised
+    # The document promises this bound.
     assert not [row for row in report["largest_difference"] if row["difference"] > (BOUND if row["way"] in NEAR else 0)]
 
 
@@ -50,7 +50,7 @@ def test_each_file_that_is_named_exists(document):
     assert not [name for folder, name in places if not (folder / name).exists()]
 
 
-# what a person reads: pages, help, and what nodes and errors say
+# Texts for users: pages, help pages, and the texts of nodes and errors.
 PAGES = [*DOCUMENTS, *sorted(ROOT.glob("web/docs/*.md"))]
 CODE = sorted([*ROOT.glob("nodes/**/*.py"), *ROOT.glob("sana_core/**/*.py")])
 NODES = set(re.findall(r'display_name="(SANA [^"]+)"', "".join(path.read_text() for path in CODE)))

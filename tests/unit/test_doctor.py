@@ -1,4 +1,4 @@
-"""The report of a machine that is right has no fault; of one that is not, it names what is broken."""
+"""The report of a healthy machine has no fault. The report of another machine names the broken part."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def faults(report):
 
 
 def test_a_machine_and_files_that_are_right_have_no_fault(capsys, tmp_path, monkeypatch):
-    # of the blocks of released widths, for a CPU computes
+    # A small side keeps the blocks of released widths affordable on a CPU.
     monkeypatch.setattr(arithmetic, "SIDE", 4)
     file = tmp_path / "report.json"
     options = ["--device", "cpu", "--seconds", "1000", "--json", str(file)]
@@ -87,7 +87,7 @@ def test_attention_that_a_pack_has_replaced_is_named_and_measured(monkeypatch):
     assert noted["torch's scaled_dot_product_attention"] == "replaced by another_pack.attention"
 
 
-# as c10/cuda/CUDAException.cpp writes it, with the trace that TORCH_SHOW_CPP_STACKTRACES adds
+# The text of c10/cuda/CUDAException.cpp with the trace that TORCH_SHOW_CPP_STACKTRACES adds.
 CUDA_ERROR = """CUDA error: no kernel image is available for execution on the device
 Search for `cudaErrorNoKernelImageForDevice' in https://docs.nvidia.com/cuda/cuda-runtime-api for more information.
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -249,7 +249,7 @@ def test_odd_files_are_lines_and_pickles_of_other_programs_are_no_faults(tmp_pat
     vae, upscalers = tmp_path / "vae", tmp_path / "upscale_models"
     vae.mkdir()
     upscalers.mkdir()
-    # as of ESRGAN, and as torch wrote before 1.6
+    # One file is an ESRGAN model. The other has the format of torch before 1.6.
     torch.save({"params": {"conv.weight": torch.ones(3, 3)}}, upscalers / "esrgan.pth")
     torch.save({"conv.weight": torch.ones(3, 3)}, upscalers / "old.pth", _use_new_zipfile_serialization=False)
     os.mkfifo(vae / "pipe.safetensors")

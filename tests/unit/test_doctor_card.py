@@ -1,4 +1,4 @@
-"""The doctor on GPUs that compute, as `pretend_card` has them: what is right has no fault, what is broken is named."""
+"""The doctor on the GPUs of `pretend_card`, which compute: a healthy GPU has no fault, a broken part is named."""
 
 import sys
 

@@ -12,7 +12,7 @@ from sana_core import errors
 
 FAMILY = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
 BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsError", "ConnectionError", "RuntimeError"}
-# where an exception never reaches the user: what raises is caught in the same file
+# Functions whose exceptions are caught in the same file and never reach the user.
 CAUGHT = {"load_quantised", "protobuf_fields", "read_small", "unique", "varint"}
 # checkpoints/pickled.py
 CAUGHT |= {"evaluate", "place_of", "result_of", "storage_of"}
@@ -32,7 +32,7 @@ def test_each_class_is_also_the_built_in_kind_that_it_was(name):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_names_what_is_wrong_and_what_to_do(message):
     assert re.match(r"(\.\.\.|[A-Za-z0-9_-]+)[ .]*: ", message), message
-    # what was expected is a remedy too
+    # The expected value is a remedy too.
     assert re.search(r"; \S|\bexpected \S", message), message
     assert message.isascii() and "\n" not in message and len(message.replace("...", "x" * 20)) < 300
     assert not re.search(r"[^.]\.$", message)

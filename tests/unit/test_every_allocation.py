@@ -1,4 +1,4 @@
-"""Memory that runs out at any allocation of a decode or a batch: the pictures are right, or the error says so."""
+"""Memory that runs out at any allocation of a decode or a batch: the images are right, or an error reports it."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
         given, stages, run = noise(1, 32, 9, 7), decoder_stages(bundled), decode_latents
     else:
         given, stages, run = noise(1, 3, 288, 224), encoder_stages(bundled), encode_images
-    # for strips with halves to go to
+    # This budget allows strips that can still be halved.
     budget = Planner(stages, 9, 7, torch.float32, False).floor().peak_bytes * 4
     with RunsOut() as memory:
         expected = run(bundled, given, max_bytes=budget)
@@ -47,7 +47,7 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
         del got
         assert large_tensors() <= before, wanted
     assert memory.count > 300
-    # what comes before the first block can only fail
+    # An allocation before the first block cannot be retried.
     assert survived / len(tried) > 0.85, (survived, len(tried))
 
 
@@ -79,5 +79,5 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
         assert all(torch.equal(got[number], expected[number]) for number in got)
         del got
         assert large_tensors() <= before
-    # where the sampling failed, two were drawn as one and one; a decode goes on by itself
+    # After a failed sampling, two images are generated one by one. A decode recovers by itself.
     assert 1 + 2 * len(tried) > len(counts) > 1 + len(tried)

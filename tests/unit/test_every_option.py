@@ -276,7 +276,7 @@ def work(monkeypatch):
         return write_video(path, frames, overwrite)
 
     def generate_on_cluster(request, where, described, report, shared, on_status):
-        # tests/cluster has real clusters. Here this process generates what a cluster would.
+        # tests/cluster has real clusters. Here this process generates the images of the cluster.
         workload, checkpoint, settings, _ = request
         done.append(f"{where}, chunk {workload.chunk}, {checkpoint.path}, {settings}, shared {shared is not None}")
         return local.generate_local(request._replace(devices=[torch.device("cpu")]), report=report)

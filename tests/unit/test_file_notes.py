@@ -24,7 +24,7 @@ def put_config(folder, model):
         ("my-sana-4k", 4096, 6.0),
         ("sana 2K", 2048, 3.0),
         ("sana_4096px_v2", 4096, 6.0),
-        # without a unit, with two sizes, or inside of a word: the configuration decides
+        # The configuration decides for a number without a unit, two sizes, or a size inside of a word.
         ("sana_step_4096", 1024, 3.0),
         ("sana_512px_to_4096px", 1024, 3.0),
         ("sana-14k-steps", 1024, 3.0),
@@ -97,7 +97,7 @@ def finer(dtype):
         ("gemma_2_2b_it_fp16.safetensors", finer(torch.float16), "numbers"),
         ("encoder.safetensors", finer(torch.float16), "numbers"),
         ("encoder.safetensors", finer(torch.float32), "numbers"),
-        # in bfloat16, by its name
+        # These tensors are bfloat16. Only the name of the file shows the original precision.
         ("gemma_2_2b_bf16.safetensors", torch.clone, "name"),
         ("gemma-2-2b.safetensors", torch.clone, "name"),
         ("google/gemma-2-2b/model.safetensors", torch.clone, "name"),

@@ -1,4 +1,4 @@
-"""What files.py says of a file, and how errors quote what they found."""
+"""Descriptions of files by files.py, and quotes of values in errors."""
 
 import json
 

@@ -18,7 +18,8 @@ from sana_core.runtime.image_files import levels
 
 TINY, POSTERS = ROOT / "tests" / "models" / "sana-tiny", ROOT / "demo" / "sana-posters"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
-# of numbers of one binade, spread evenly, e4m3 rounds by 2^-4 / sqrt(3) of an odd sixteenth; two operands by 2^0.5 more
+# Relative error of a product of two e4m3 operands. Numbers spread evenly over one binade are rounded by
+# 2^-4 / sqrt(3) of an odd sixteenth. Two operands have 2^0.5 times that error.
 EXPECTED = 0.0373
 
 
@@ -63,7 +64,7 @@ def test_a_product_is_exact_for_its_rounded_operands(checkpoint, name):
     assert got.isfinite().all() and distance(got.flatten(0, 1), exact) < 2**-8
     # an image alone
     assert torch.equal(Fp8Linear(layer)(states[1:2])[0], got[1])
-    # which would hide what small rows lose
+    # The bias would hide the error of small rows.
     layer.bias = None
     for row, expected in zip(Fp8Linear(layer)(states)[0], states[0].double() @ weight.double().T, strict=True):
         assert distance(row, expected) < 2 * EXPECTED

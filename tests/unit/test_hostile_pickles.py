@@ -82,7 +82,7 @@ HUGE = 4 * 10**9
         ),
         Call(torch._utils._rebuild_qtensor, torch.zeros(1).untyped_storage(), 0, (HUGE,), (1,), (1, 1.0, 0), False, {}),
         Call(os.system, "true"),
-        # of torch, and no storage or dtype
+        # This function is part of torch, but neither a storage nor a dtype.
         Call(torch.set_num_threads, 1),
         {1, 2},
     ],
@@ -127,7 +127,7 @@ def test_a_storage_that_claims_more_than_it_has_stays_within_the_file(tmp_path):
     members = {name: zipfile.ZipFile(stream).read(name) for name in zipfile.ZipFile(stream).namelist()}
     data = next(content for name, content in members.items() if name.endswith("data.pkl"))
     length = b"M" + (7777).to_bytes(2, "little")
-    assert data.count(length) == 2  # in the storage, then in the shape
+    assert data.count(length) == 2  # One is in the storage, one in the shape.
     claimed = pickle.dumps(10**11, protocol=2)[2:-1]
     refused(
         pth(tmp_path / "both.pth", data.replace(length, claimed), **{"data/0": bytes(4 * 7777)}),

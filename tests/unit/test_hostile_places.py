@@ -1,4 +1,4 @@
-"""What is no file, and what stands in a file's place. See docs/developer/robustness.md."""
+"""Paths without a file, and other things in place of a file. See docs/developer/robustness.md."""
 
 import os
 import socket

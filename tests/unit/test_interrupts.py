@@ -1,4 +1,4 @@
-"""Ctrl+C where Python ignores what it raises."""
+"""Ctrl+C in code whose exceptions Python ignores."""
 
 import os
 import signal

@@ -45,7 +45,7 @@ def run_interpreted(*arguments):
 def test_each_builds_for_every_card(card):
     for launch in kernels.recorded(2240, torch.bfloat16):
         found = kernels.resources(kernels.build(launch, card))
-        # what a block of Turing may have, the least of all
+        # Turing allows a block the least shared memory of all.
         assert found["shared_bytes"] <= 48 * 1024, (launch.kernel.__name__, found)
         # Turing has no products of bf16
         assert found["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, found)
@@ -70,7 +70,7 @@ def test_the_depthwise_kernel_reads_each_input_once_per_row(dtype, channel_bytes
 def test_each_builds_for_every_amd_card(card, dtype, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
     for launch in kernels.recorded(2240, dtype):
-        # what a workgroup may have
+        # A workgroup has at most this much shared memory.
         assert kernels.build(launch, card).metadata.shared <= 64 * 1024, launch.kernel.__name__
 
 
@@ -80,7 +80,7 @@ def test_there_are_none_on_a_cpu():
 
 @pytest.fixture
 def tried(monkeypatch):
-    """A function that says which kernels run where those of TRIALS are replaced."""
+    """A function that returns the kernels that still run after some functions of TRIALS are replaced."""
 
     def kernels_on(dtype=torch.float16, **replaced):
         trial.refused_kernels.cache_clear()
@@ -114,7 +114,7 @@ def test_without_triton_there_is_one_line_in_the_log(monkeypatch, caplog):
 
 
 def test_a_kernel_that_does_not_build_drops_no_other_and_the_log_has_the_reason(tried, caplog):
-    """What Triton says where its AMD backend is asked for products of TF32."""
+    """Triton's AMD backend refuses products of TF32 with a long message."""
     (launch,) = (each for each in kernels.recorded(2240, torch.float16) if "precision" in each.arguments)
     with pytest.raises(triton.CompilationError) as refused:
         kernels.build(launch, "gfx942")

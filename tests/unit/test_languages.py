@@ -1,4 +1,4 @@
-"""The Chinese README says what the English one says, in its order: headings, commands, links, tables, names in code."""
+"""The Chinese README has the headings, commands, links, tables and code names of the English one, in its order."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Sizes, channels, and what a seed stands for."""
+"""Sizes, channels, and the noise of a seed."""
 
 import pytest
 import torch

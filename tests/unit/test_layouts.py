@@ -51,7 +51,7 @@ def run_autoencoder(model):
 
 
 def check_same_pictures(loaded, model):
-    """The weights of a file may lie at other addresses than those of a module, and torch 2.6 rounds with that."""
+    """Rounding in torch 2.6 depends on the addresses of weights, which differ between a file and a module."""
     torch.testing.assert_close(run_autoencoder(loaded), run_autoencoder(model), atol=1e-5, rtol=0)
 
 
@@ -294,7 +294,7 @@ def test_configurations_older_than_the_position_embedding_get_it(tmp_path):
 
 @pytest.mark.parametrize("make", [layouts.transformer, layouts.controlnet])
 def test_the_headers_of_nvidias_files_are_those_of_the_modules_parameters(tmp_path, make):
-    """Fused queries, keys and values are told apart before a tensor is read."""
+    """Fused queries, keys and values are separated before a tensor is read."""
     model = make()
     info = sana_core.inspect_checkpoint(layouts.save(layouts.nvidia(model), tmp_path / "sana.safetensors"))
     shapes = {name: [side for side in header.shape if side != 1] for name, header in info.headers.items()}
@@ -337,7 +337,7 @@ def test_the_shift_of_a_folder_is_its_schedulers(tmp_path, checkpoint, value, sh
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     info = sana_core.inspect_checkpoint(folder)
     assert shift_of(info) == 3.0
-    # a chosen size or reference has the shift of the released models, whatever the folder says
+    # A chosen size or reference has the shift of the released models. It overrides the folder.
     assert shift_of(info, 4096) == 6.0
 
 

@@ -1,4 +1,4 @@
-"""What is predicted is what the libraries' own modules hold, and near what decodes really take."""
+"""Predicted bytes equal the bytes of the libraries' modules, and are close to the measured peaks of decodes."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """Every command with failures of the operating system: nothing is lost or doubled, and each failure is one line.
 
-A command runs while a failure is injected, and again without it. After that its folder has what it has without
-failures, byte for byte.
+A command runs while a failure is injected, and again without it. After that its folder equals the folder of a run
+without failures, byte for byte.
 """
 
 import contextlib

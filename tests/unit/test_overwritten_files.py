@@ -1,4 +1,4 @@
-"""A model's file that is shortened or written anew in place, after it was loaded, changes nothing and ends nothing."""
+"""A model's file that is shortened or rewritten in place after loading changes no image and ends no process."""
 
 import os
 import subprocess

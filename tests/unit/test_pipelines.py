@@ -189,7 +189,7 @@ def test_guidance_outside_its_interval_is_off(interval, sigmas, guidance):
 
 @torch.no_grad()
 def test_timesteps_are_whole_only_where_the_sampler_wants_them():
-    """DPM-Solver's timesteps in diffusers are whole numbers, those of Euler are not."""
+    """In diffusers, DPM-Solver has whole timesteps and Euler has fractional ones."""
     transformer = tiny_transformer()
     x, sigma = torch.randn(1, 32, 4, 4), 0.5009
     for options, timestep in (({}, 500.9), ({"whole_timesteps": False}, 500.9), ({"whole_timesteps": True}, 500.0)):

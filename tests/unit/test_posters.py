@@ -1,4 +1,4 @@
-"""The posters that the bundled model learns: what training never shows, what captions say, what is painted."""
+"""The posters that the bundled model learns: held-out scenes, captions, and painting."""
 
 import itertools
 import json
@@ -120,7 +120,7 @@ def test_the_judge_counts_by_what_it_sees_where():
     middles = torch.stack([judge.cells(things, 384, 640) for _, things in painted])
     assert (numbers.sum(1) == torch.tensor([sum(g.count for g in s.groups) for s in scenes])).all()
     assert ((colours >= 0) == (numbers > 0)).all() and whole.shape == (12, 3)
-    # no two subjects of a kind are in one cell, and what is found where they stand are the right numbers
+    # No cell has two subjects of one kind, and the numbers at the positions of the subjects are right.
     assert (middles.sum((2, 3)) == numbers).all() and middles.shape == model(judge.shrink(pictures))[1].shape
     wanted = (whole, numbers, colours, middles)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -166,7 +166,7 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
     (image,) = sana_core.generate(["two red boats"], tmp_path / "sana-posters", steps=1, width=128, height=128)
     assert image.isfinite().all()
-    # elsewhere it begins with what is kept of the model, at the stage that is named
+    # In another folder it starts from the bundled model, at the named stage.
     monkeypatch.setattr(recipe, "CHECKPOINT", tmp_path / "sana-posters")
     later = tmp_path / "later"
     recipe.make(later, until=float("inf"), first="counting")
@@ -203,7 +203,7 @@ def test_beside_the_model_stand_edges_and_a_style(tmp_path):
     beside.write_style(tmp_path / "style")
     lines = [json.loads(line) for line in (tmp_path / "style/metadata.jsonl").read_text().splitlines()]
     assert len(lines) == 20 and all(line["text"].startswith("a cyanotype of ") for line in lines)
-    # of the colours that the drawing had, as the model knows no thing without one
+    # Captions name the colours of the drawing, because the model was never trained on a subject without a colour.
     coloured = {f"{colour} {SAID[kind][0]}" for colour in world.COLOURS for kind in world.KINDS}
     assert all(any(words in line["text"] for words in coloured) for line in lines)
     red, _, blue = np.asarray(Image.open(tmp_path / "style" / lines[0]["file_name"])).reshape(-1, 3).mean(0)

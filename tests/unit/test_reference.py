@@ -1,5 +1,6 @@
-"""What a model computes is what the codebase of its reference computes: NVIDIA's, written down in tests/nvidia.py, or
-diffusers', which is the library. The largest relative difference of each row is printed by `pytest -s`.
+"""A model's forward equals the forward of its reference: NVIDIA's code, written down in tests/nvidia.py, or diffusers.
+
+`pytest -s` prints the largest relative difference of each row.
 """
 
 import sys
@@ -18,7 +19,7 @@ from sana_core.sampling.samplers import SAMPLERS
 
 CAPTION = 64
 BOUND = 1e-4
-# width, depth, hidden width of the feed-forward, and what else tells the file apart
+# Width, depth, hidden width of the feed-forward, and other features of the file.
 FILES = {
     "1.0": dict(width=1152, depth=3, hidden=288),
     "1.5": dict(width=1152, depth=3, hidden=288, qk_norm=True),

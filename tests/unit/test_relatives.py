@@ -1,6 +1,6 @@
-"""The files of SANA's family that this pack does not run are named for what they are, whatever loads them.
+"""Every loader names the files of SANA's family that this pack does not run.
 
-Names and shapes are those of the public sources: diffusers' and transformers' own classes where they have one, else
+Names and shapes come from public sources: the classes of diffusers and transformers where they have one, else
 NVlabs/Sana (diffusion/model/nets/sana_multi_scale_video.py, sana_video2.py, sana_gdn_blocks.py,
 basic_modules_linear.py), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp, src/Linear.cpp) and
 bitsandbytes' state_dict.
@@ -27,7 +27,7 @@ def library(name, **config):
 
 
 def nvidia(*attention, channels=16, patch=(1, 2, 2), feed_forward=None, top=None):
-    """Of NVIDIA's video models: what is around the blocks, and the first of them."""
+    """Tensors of NVIDIA's video models: everything around the blocks, and the first block."""
     block = {
         "scale_shift_table": (6, WIDTH),
         "attn.qkv.weight": (3 * WIDTH, WIDTH),
@@ -87,7 +87,7 @@ NUNCHAKU = quantised(*(f"transformer_blocks.0.{m}" for m in ("attn.qkv_proj", "f
 VIBE = {"in_channels": 64, "out_channels": 32, "caption_channels": 2304, "num_layers": 1}
 GEMMA = "model.layers.0.mlp.gate_proj.weight"
 VIDEO = re.escape("a SANA-Video transformer (video-2B-480p)")
-# what the file is: its names and shapes, and what it is called
+# {file: (function of its tensors, name in the error)}
 RELATIVES = {
     "SANA_Video_2.0_5B_720p.pth": (
         lambda: nvidia(feed_forward=SWIGLU, channels=128, patch=(1, 1, 1), top=RESIDUALS),

@@ -47,5 +47,5 @@ def test_no_band_is_too_large_even_with_its_neighbours_rows(monkeypatch, limit):
     else:
         row = 2 * 4 * 3
         assert max(part.numel() for part in made.parts) <= max(limit / 2, row)
-        # and no more bands than that takes
+        # There are no more bands than necessary.
         assert len(made.parts) <= -(-11 // max(1, limit // 2 // row))

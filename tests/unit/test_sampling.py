@@ -67,13 +67,13 @@ def test_schedules_are_those_of_diffusers(steps, shift):
 
 @pytest.mark.parametrize("shift", [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0])
 def test_whole_timesteps_of_every_schedule_are_those_of_diffusers_and_of_nvidia(shift):
-    """0.999 k / n lies on whole timesteps again and again, where the last bit decides."""
+    """0.999 k / n is often a whole timestep, where the last bit decides the rounding."""
     for steps in range(1, 101):
         dpm, euler = dpm_scheduler(shift), FlowMatchEulerDiscreteScheduler(shift=shift)
         dpm.set_timesteps(steps)
         euler.set_timesteps(steps)
         assert torch.equal((flow_dpm_sigmas(steps, shift)[:-1] * 1000).floor().long(), dpm.timesteps), steps
-        # NVIDIA's code rounds those of diffusers' Euler
+        # NVIDIA's code rounds the timesteps of diffusers' Euler.
         assert torch.equal((flow_euler_sigmas(steps, shift)[:-1] * 1000).floor(), euler.timesteps.floor()), steps
         # get_time_steps in NVIDIA's dpm_solver.py, from T = 1 to 1 / 1000
         betas = 1.0 - torch.linspace(1.0, 0.001, steps + 1)
@@ -99,7 +99,7 @@ def test_the_angles_of_scm_are_the_printed_ones():
 @pytest.mark.parametrize("options", [{}, {"max_timestep": 1.5658, "intermediate_timestep": 1.0}])
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 def test_scm_is_that_of_diffusers(steps, options):
-    """diffusers samples in TrigFlow's x, which is sigma_data (sin t + cos t) times that of the flow."""
+    """diffusers samples in TrigFlow's x, which is sigma_data (sin t + cos t) times the x of the flow."""
     data = 0.5
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(2, 4, 3, 3, generator=generator)
@@ -241,7 +241,7 @@ def test_the_most_steps_and_the_ends_of_every_range_are_taken():
     torch.testing.assert_close(scm_timesteps(3, 0.3), torch.linspace(0.3, 0, 4, dtype=torch.float64))
     assert scm_timesteps(2, 0.9, 0.1).tolist() == [0.9, 0.1, 0]
     for steps in (1, 3, 4):
-        # no meaning but for two steps, so not looked at
+        # The third argument has a meaning for two steps only, so its value is not checked here.
         assert len(scm_timesteps(steps, 1.0, 1.3)) == steps + 1
     x = torch.randn(1, 4, 2, 2)
     for flow in SAMPLERS.values():
@@ -249,7 +249,7 @@ def test_the_most_steps_and_the_ends_of_every_range_are_taken():
 
 
 def test_scm_begins_with_pure_noise_and_no_more():
-    """1.57080 lies beyond pi / 2, where sin t / (sin t + cos t) exceeds 1."""
+    """1.57080 is larger than pi / 2, so sin t / (sin t + cos t) would exceed 1."""
     assert scm_sigmas(2)[0] == 1 and scm_sigmas(4, 1.5)[0] < 1
 
 

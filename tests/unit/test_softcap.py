@@ -52,7 +52,7 @@ def reference(weights, tokens, cap):
 
 @pytest.mark.parametrize("asked", [None, "sdpa"])
 def test_large_logits_are_capped(tmp_path, spiece, asked):
-    """`asked` is what a config.json beside the file may want."""
+    """`asked` is the attention that a config.json beside the file may request."""
     model = layouts.gemma(vocabulary=600)
     tensors = {
         name: weight * (64 if "q_proj" in name or "k_proj" in name else 1)

@@ -110,7 +110,7 @@ def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits(
 
     whole, (rows, _) = draw(transformer), together(5)
     assert relative(rows, whole) < 2e-6
-    # in groups of one, two, and by rows alone: members, their speeds, the rows that one takes from others
+    # Groups of one, of two, and rows only: (members, their speeds, bytes of rows that a member receives).
     row = 3 * 16 * 32 * 4
     for count, speeds, row_bytes in ((2, None, 0), (4, None, row), (2, [1, 3], 2 * row)):
         got, exchange = together(count, speeds=speeds)
@@ -198,7 +198,7 @@ def test_a_failed_step_s_tensors_are_gone_when_it_begins_again():
         held.append(weakref.ref(mine))
         if shard.member == 0:
             raise torch.OutOfMemoryError("out of memory")
-        # until it is told that the other has failed
+        # This raises after the other member has failed.
         return shard.ops.exchange.all_reduce(mine)
 
     split, x = Split([CPU] * 2), torch.randn(1, 32, 9, 16)

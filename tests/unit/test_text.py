@@ -1,4 +1,4 @@
-"""Tokens, the instruction, and what the encoder keeps of it."""
+"""Tokens, the instruction, and the positions that the encoder keeps."""
 
 import hashlib
 import inspect
@@ -38,7 +38,7 @@ def test_the_instruction_is_the_library_s_and_has_double_quotes_in_the_original(
         theirs = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
         assert instruction_text(DIFFUSERS) == "\n".join(theirs)
     assert instruction_text(NVIDIA) == "\n".join(theirs).replace("'", '"')
-    # of NVIDIA's chi_prompt, configs/sana_app_config/Sana_1600M_app.yaml
+    # The digest of NVIDIA's chi_prompt in configs/sana_app_config/Sana_1600M_app.yaml.
     digest = "62b9ab89eebb0ac5ee4d264bf96bf19d2b81f504bc3852500efeaf5a34d638b1"
     assert hashlib.sha256(instruction_text(NVIDIA).encode()).hexdigest() == digest
 
@@ -70,7 +70,7 @@ def test_select_keeps_bos_and_the_last_positions():
     ],
 )
 def test_every_prompt_is_that_of_the_pipeline(encoder, pipeline, instruction, prompts):
-    """The pipeline cuts what is too long, gives the empty positive prompt the instruction too, and reads lower case."""
+    """The pipeline cuts long prompts, adds the instruction to an empty positive prompt too, and reads lower case."""
     default = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
     lines = default if instruction else None
     theirs, their_mask = pipeline.encode_prompt(prompts, False, complex_human_instruction=lines)[:2]
@@ -124,7 +124,7 @@ def test_a_negative_prompt_is_read_as_nvidia_reads_it(encoder, pipeline, prompt)
 def test_a_prompt_fits_up_to_300_tokens_and_of_one_more_one_is_cut(encoder, instruction, caplog):
     counts = {n: len(encoder.tokenizer.encode(" ".join(["red"] * n))) for n in (299, 300)}
     assert counts == {299: 300, 300: 301}
-    # behind the instruction the first word has a space before it, and may be one token more or less
+    # After the instruction the first word follows a space, which may change its number of tokens by one.
     readings = [read_prompt(encoder.tokenizer.encode, " ".join(["red"] * n), instruction) for n in range(297, 303)]
     assert [bool(reading.note) for reading in readings] == [reading.tokens > 300 for reading in readings]
     assert {reading.tokens for reading in readings} >= {299, 300, 301}

@@ -1,4 +1,4 @@
-"""Gemma's tokenizer from wherever it lies, and the embeddings that follow."""
+"""Gemma's tokenizer from every place where it may be stored, and the resulting embeddings."""
 
 import json
 

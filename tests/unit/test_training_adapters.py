@@ -96,6 +96,6 @@ def test_diffusers_opens_the_file_and_computes_the_same(checkpoint, tmp_path, ki
     with safe_open(file, "pt") as stored:
         metadata = stored.metadata()
     assert metadata["trigger"] == "sks"
-    # the scale stands in the weights, for programs that do not look here
+    # The weights contain the scale, because some programs ignore this metadata.
     settings = json.loads(metadata["lora_adapter_metadata"])
     assert settings["transformer.lora_alpha"] == settings["transformer.r"] == 4

@@ -66,7 +66,7 @@ def test_an_epoch_has_each_sample_once_in_batches_of_one_bucket(buckets, batch, 
     assert sorted(index for indices in plan for index in indices) == list(range(len(buckets)))
     for indices in plan:
         assert 0 < len(indices) <= batch and len({buckets[index] for index in indices}) == 1
-    # only the last of each bucket may be smaller
+    # Only the last batch of a bucket may be smaller.
     small = [buckets[indices[0]] for indices in plan if len(indices) < batch]
     assert len(small) == len(set(small))
     assert plan == plan_epoch(tuple(buckets), batch, seed, epoch)
@@ -113,7 +113,7 @@ def test_a_batch_of_none_is_refused():
 
 @pytest.mark.parametrize("size, bucket", [((512, 256), (128, 128)), ((256, 512), (128, 128)), ((384, 336), (128, 96))])
 def test_the_crop_is_the_middle_of_the_picture_scaled_whole(size, bucket):
-    # of little contrast: Pillow rounds and clips between rows and columns, whichever come first
+    # The image has little contrast, because Pillow rounds and clips between its two passes.
     picture = noise(*size, 64, 192)
     scale = max(bucket[0] / size[0], bucket[1] / size[1])
     whole = picture.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)

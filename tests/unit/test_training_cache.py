@@ -1,4 +1,4 @@
-"""The cache, with the bundled VAE and text encoder: what it returns is what they return, once, whatever happens."""
+"""The cache with the bundled VAE and text encoder: it returns their results, and computes each of them once."""
 
 import errno
 import multiprocessing
@@ -186,7 +186,7 @@ def change_picture(data):
 
 
 def swap_pictures(data):
-    """The same bytes under other names: nothing is encoded, and each caption goes with what is now beside it."""
+    """Swap the names of two images. Nothing is encoded again, and each caption belongs to the image beside it."""
     (data / "1.png").rename(data / "x")
     (data / "2.png").rename(data / "1.png")
     (data / "x").rename(data / "2.png")
@@ -215,7 +215,7 @@ def test_what_changes_misses_and_nothing_else_does(tmp_path, data, models, chang
     fresh = build(tmp_path / "fresh", data, models, ids, resolution)
     for index in range(4):
         same(changed.load([index]), fresh.load([index]))
-    # what was there stays, for the settings of before
+    # The old files stay for a run with the old settings.
     after = content(tmp_path / "cache")
     assert all(after[path] == data for path, data in before.items() if path.name != cache.DIGESTS)
 
@@ -365,7 +365,7 @@ def test_control_pictures_are_cropped_and_encoded_as_the_pictures_are(tmp_path, 
         Image.fromarray(pixels).save(data / f"{number}-control.png")
     models.calls, seen = [], []
     cache = build(tmp_path / "cache", data, models, progress=lambda done, total: seen.append((done, total)))
-    # of the pictures nothing is computed again
+    # The latents of the images are not computed again.
     assert models.calls == ["pixels"] * 4 and seen[-1] == (13, 13) and cache.latents == plain.latents
     batch, bucket = cache.load([3, 0]), choose_bucket(SIZES[0], 128)
     for row, index in enumerate((3, 0)):

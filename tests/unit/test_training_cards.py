@@ -1,4 +1,4 @@
-"""What several cards take is planned, and held against what was counted of the trainer's own step on one of four."""
+"""Planned memory of several GPUs, compared with the counted peak of the trainer's step on one of four."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_a_base_in_8_bits_is_not_divided():
 
 
 def test_what_prodigy_cannot_train_is_not_planned():
-    """It counts over all weights at once, so they may not lie in shards."""
+    """Prodigy sums over all weights at once, so shards are impossible."""
     settings, base = make_settings(optimizer="prodigy", accumulate=2), released_base("1.6B")
     lines = arrangement_lines(settings, base, 2, 8 * GB)
     assert [line.split()[0] for line in lines[1:-1]] == ["ddp"] and 'fits 2 GPUs of 8 GB with kind = "ddp"' in lines[-1]

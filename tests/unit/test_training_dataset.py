@@ -94,7 +94,7 @@ def test_two_pictures_of_one_caption_are_refused(tmp_path):
 def test_masks_belong_to_the_picture_beside_them_and_have_its_size(tmp_path):
     save(tmp_path / "a.jpg")
     save(tmp_path / "a.mask.png", Image.new("L", (40, 24), 9), caption=None)
-    # a picture of a mask, for there is none named venetian
+    # This is an image of a mask, because no image is named venetian.
     save(tmp_path / "venetian-mask.png")
     first, second = read_dataset(tmp_path)
     assert open_mask(first).getextrema() == (9, 9) and second.name == "venetian-mask.png" and second.mask is None
@@ -208,7 +208,7 @@ def test_a_jsonl_names_pictures_captions_and_masks(tmp_path, name):
         {"image": "./a.jpg", "caption": "two", "mask": "m.png", "k": 1},
     ]
     file = write_lines(tmp_path, *lines, name=name)
-    # a folder with metadata.jsonl is what that lists
+    # A folder with metadata.jsonl has the images of that list.
     first, second = read_dataset(file if name == "data.jsonl" else tmp_path)
     assert (first.name, first.caption, second.name, second.caption) == ("x/b.png", "one", "a.jpg", "two")
     assert open_mask(second).getextrema() == (5, 5) and (pixels(open_image(first)) == SMOOTH).all()

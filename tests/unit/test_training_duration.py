@@ -20,7 +20,7 @@ MODEL = Architecture(2240, 8)
 
 
 def convolution_backward(gradient, inner, weight, bias, stride, padding, dilation, transposed, _, groups, mask, **_out):
-    """What torch counts, where it takes no gradient of a depthwise weight for that of a dense one."""
+    """Operations as torch counts them, but with the gradient of a depthwise weight counted as depthwise."""
     return 2 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * sum(mask[:2])
 
 
@@ -46,7 +46,7 @@ def test_operations_are_those_that_torch_counts(own, monkeypatch):
             return take_step(*values)
 
     monkeypatch.setattr(train_memory, "take_step", counted)
-    # what is counted is square
+    # The counted bucket is square.
     monkeypatch.setattr(plan, "largest_shape", lambda side: (side // 32, side // 32))
     count_step(MODEL, settings, steps=1)
     base = released_base("1.6B")._replace(model=MODEL, shapes=released_shapes(MODEL))

@@ -1,4 +1,4 @@
-"""The files of a run: nothing that others have put there is touched, and what is damaged is found and named."""
+"""The files of a run: files of others stay untouched, and damaged files are detected and named."""
 
 import os
 import shutil
@@ -307,7 +307,7 @@ def test_a_log_is_added_to_and_read_whatever_is_in_it(tmp_path):
         with log.open("ab") as stream:
             stream.write(broken)
         before = log.read_bytes()
-        # behind a line that is not whole too, and again from step 4
+        # The log continues after an incomplete line, again from step 4.
         append_log(tmp_path, {"step": 4, "loss": 4.5})
         append_log(tmp_path, {"step": 4, "validation_loss": 0.5})
         assert log.read_bytes().startswith(before)
@@ -318,7 +318,7 @@ def test_a_run_that_goes_on_leaves_the_lines_of_its_log_as_they_are(make, out):
     trainer.train(make())
     log = out / "log.jsonl"
     with log.open("ab") as stream:
-        # of a process that was killed after the last state
+        # A process that was killed after the last state leaves such lines.
         stream.write(b'{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
     before = log.read_bytes()
     assert len(read_losses(out)) == 4

@@ -24,7 +24,7 @@ class Exit(Exception):
 class Clock:
     """Time of a heartbeat of rank 1, which passes while its thread waits. Rank 0 beats except in `silence`.
 
-    The thread itself stands still from the start of `still` until its end.
+    The thread itself is stopped from the start of `still` until its end.
     """
 
     def __init__(self, silence, still=(END, END)):

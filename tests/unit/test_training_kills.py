@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, also while a state is written: what goes on ends where a run ends that nobody killed."""
+"""SIGKILL at any moment, also while a state is written: the resumed run ends like an uninterrupted one."""
 
 import os
 import random

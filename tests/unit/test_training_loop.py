@@ -1,4 +1,4 @@
-"""A run that was broken off and goes on is the run that never was, to the bit; so are its losses and its order."""
+"""A resumed run equals an uninterrupted one to the bit, with its losses and its order of images."""
 
 import shutil
 from dataclasses import replace
@@ -68,7 +68,7 @@ WAYS = {
 }
 
 
-# of which each has what several others have apart
+# Each of these combines features that other rows have separately.
 TOGETHER = ("lora, all variants", "lokr, came", "full in bf16", "controlnet, mixed")
 
 
@@ -132,7 +132,7 @@ def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoi
     file = trainer.train(own, lines.append)
     first, *found = [line for line in lines_of(own.out) if "validation_loss" in line]
     best = min(found, key=lambda line: line["validation_loss"])
-    # at a rate that only destroys, not the model as it was, which is no LoRA
+    # At a destructive rate the best is an early LoRA, but not step 0, which is no LoRA.
     assert 0 < best["step"] < 12 if rate == 0.05 else best["validation_loss"] < first["validation_loss"]
     worse = best["validation_loss"] >= first["validation_loss"]
     assert lines[-1] == {**best, "first": first["validation_loss"]}
@@ -153,7 +153,7 @@ def test_a_phase_that_is_added_goes_on_from_the_end(settings):
 
 @pytest.fixture
 def run_on(settings, tmp_path):
-    """A function that adds pictures to a run's data, trains on as long as `phase` says, and returns its settings."""
+    """A function that adds images to a run's data, trains until the end of `phase`, and returns its settings."""
     data = tmp_path / "pictures"
 
     def run(added=0, seed=2, **phase):
@@ -176,7 +176,7 @@ def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(run_on):
 def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
     run_on(4, steps=3)
     own = run_on(4, seed=3, steps=11)
-    # of eight pictures all are learnt, not the five behind the third
+    # All eight images are learnt, not only the five after the third.
     assert [line["epoch"] for line in lines_of(own.out)] == [1] * 11
 
 

@@ -83,7 +83,7 @@ def test_sigmas_are_shifted_as_the_scheduler_shifts_them():
     times = validation_times(50)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     unshifted = logit_normal(times)
-    # at the scheduler's own grid
+    # The grid of the scheduler.
     grid = torch.arange(1, 1001, dtype=torch.float64).flip(0) / 1000
     nearest = (unshifted[:, None] - grid).abs().argmin(1)
     torch.testing.assert_close(

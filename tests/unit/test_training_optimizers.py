@@ -1,4 +1,4 @@
-"""Every optimizer by its name: what it refuses, how it rounds, and that its state goes through files bit for bit."""
+"""Every optimizer by its name: refused settings, rounding, and states that pass through files bit for bit."""
 
 import json
 from contextlib import nullcontext
@@ -94,7 +94,7 @@ def test_an_optimizer_goes_on_bit_for_bit_from_files(name, dtype, tmp_path):
     train(resumed, second, range(3, 6))
     for parameter, expected, start in zip(second, whole, weights(dtype), strict=True):
         assert torch.equal(parameter, expected) and not torch.equal(parameter, start)
-    # and the state that no weight shows yet
+    # The states agree as well, even where no weight shows them yet.
     again, uninterrupted = optimizer_state(resumed), optimizer_state(make_and_train(name, dtype))
     assert again[1] == uninterrupted[1] and again[0].keys() == uninterrupted[0].keys()
     assert all(torch.equal(tensor, uninterrupted[0][key]) for key, tensor in again[0].items())

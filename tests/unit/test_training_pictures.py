@@ -18,7 +18,7 @@ from sana_core.training.images import LARGEST_TEXT, decode_image
 @pytest.mark.parametrize("turn", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_pictures_and_masks_are_upright_in_all_orientations_of_exif(tmp_path, turn, kind):
-    """Pillow's own exif_transpose says what upright is."""
+    """Pillow's exif_transpose defines the upright orientation."""
     file = save(tmp_path / f"p.{kind.lower()}", exif=exif_of(turn))
     save(tmp_path / f"p-mask.{kind.lower()}", PICTURE.convert("L"), caption=None, exif=exif_of(turn))
     sample = only(tmp_path)
@@ -109,7 +109,7 @@ BROKEN = {
     "text": b"this is no picture",
     "a web page": b"<!doctype html><html>",
     "half a header": encoded()[:20],
-    # for which Pillow would start a program
+    # Pillow would start a program for this format.
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
     "noise": np.random.default_rng(0).bytes(4000),
 }

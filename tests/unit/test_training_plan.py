@@ -1,4 +1,4 @@
-"""What training takes is predicted: beside what is counted of the trainer's own step, and what settings fit a card."""
+"""Predicted memory of training, compared with the counted peak of the trainer's step, and settings that fit a GPU."""
 
 import json
 import re
@@ -253,7 +253,7 @@ def test_a_case_is_counted_once_and_a_plan_can_be_cancelled():
 
 
 def test_a_plan_reads_headers_alone(monkeypatch):
-    """No weight of the bundled model is read, and its sizes are those of its files."""
+    """No weight of the bundled model is read. The sizes come from the headers of its files."""
     from sana_core.checkpoints import headers, load
 
     for module in (headers, load):

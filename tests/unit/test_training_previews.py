@@ -1,4 +1,4 @@
-"""What a run draws to look at is what the command and diffusers draw with the file that it publishes."""
+"""Previews of a run equal the images of the command and of diffusers with the published file."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthou
 STEPS = 6
 
 
-# of the second the shift is 1.5, which no released model has. A DoRA moves a model so far at the rate of a LoRA that it
-# makes levels of the last bits of the text's embeddings
+# The second model has shift 1.5, which no released model has. At the rate of a LoRA, a DoRA moves a model so far that
+# the last bits of the text embeddings become visible levels.
 @pytest.mark.parametrize("name, shift", [("sana-tiny", 3.0), pytest.param("sana-posters", 1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind, rate", [("lora", 1e-2), pytest.param("dora", 2e-3, marks=pytest.mark.slow)])
 def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind, rate):

@@ -1,4 +1,4 @@
-"""A LoRA on a model in 8 bits: what it computes, its gradients, what it takes, and pictures on the whole model."""
+"""A LoRA on a model in 8 bits: its forward, gradients and memory, and previews on the unquantised model."""
 
 import copy
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_its_pictures_are_those_of_the_lora_on_the_whole_model(settings, checkpo
     own = settings(validation=look)
     file = trainer.train(own)
     seen = np.asarray(Image.open(Path(own.out) / "pictures" / "step-0000040-00.png")).astype(int)
-    # a run that stands still, on the whole model, at the weights of the file
+    # A run with learning rate 0 on the unquantised model, started at the weights of the file.
     idle = replace(own.phase[0], learning_rate=0.0, steps=1)
     method = Method(rank=4, targets="both", start=str(file))
     plain = replace(own, out=own.out + "-plain", phase=(idle,), method=method, validation=replace(look, every=1))

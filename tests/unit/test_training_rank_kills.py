@@ -1,4 +1,4 @@
-"""SIGKILL of one rank of a run: the others end and say who died, and what goes on ends where a run ends that lived."""
+"""SIGKILL of one rank of a run: the others end and name the dead rank. A resumed run ends like an uninterrupted one."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Several ranks learn what one process learns on the joined batch, however they hold the model."""
+"""Several ranks learn the weights that one process learns on the joined batch, for every kind of sharding."""
 
 import weakref
 from contextlib import nullcontext
@@ -189,7 +189,7 @@ def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_
 
 
 def test_rows_of_came_step_as_the_whole_does():
-    """On gradients that are given, for its first steps magnify what rounding leaves of those that are zero."""
+    """The gradients are fixed, because the first steps of CAME magnify the rounding errors of zero gradients."""
     shapes = [(7, 5), (6, 4, 1, 1), (3,), (5, 1, 3, 3), (1, 9)]
     generator = torch.Generator().manual_seed(2)
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
@@ -203,7 +203,7 @@ def test_rows_of_came_step_as_the_whole_does():
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient[rows(tuple(gradient.shape), ranks)].clone()
             optimizer.step()
-        # of columns, of all, and of columns of differences, whatever the number of weights
+        # Three messages per step for any number of weights: sums of columns, of all, and of columns of differences.
         assert len(messages) == 3 * len(gradients)
         return [parameter.detach() for parameter in parameters]
 

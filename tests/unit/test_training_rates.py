@@ -1,4 +1,4 @@
-"""The learning rate follows the share of the work that is done, through whatever is changed when a run goes on."""
+"""The learning rate follows the finished share of the work, also after changes to a resumed run."""
 
 import itertools
 import logging
@@ -64,7 +64,7 @@ def test_of_a_run_that_nobody_changes(schedule):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_it_stays_in_its_range_and_never_jumps(seed):
-    """Runs that are broken off again and again, and go on with other batches, pictures, epochs or steps."""
+    """Runs that are interrupted repeatedly, and resumed with other batches, images, epochs or steps."""
     numbers = random.Random(seed)
     place, rates, bounds = START, [], []
     schedule, warmup = numbers.choice(["linear", "cosine", "polynomial"]), numbers.choice([0, 0, 3, 20])
@@ -84,7 +84,7 @@ def test_it_stays_in_its_range_and_never_jumps(seed):
         end = place.phase_step + numbers.randint(0, left) if numbers.random() < 0.8 else 10**9
         found, place = rates_of(phase, pictures, place, end)
         rates += found
-        # of the steps that are left, each takes its share; a cosine falls steepest with pi / 2 times that
+        # Each remaining step takes its share. A cosine is steepest at pi / 2 times that.
         bounds += [1.6 * PEAK / max(1, left - warmup)] * len(found)
         assert 0 <= place.done <= 1
     assert all(0 <= rate <= PEAK for rate in rates)

@@ -1,4 +1,4 @@
-"""A run's TOML file: what is wrong with it is said in one line that names the key and the nearest that there is."""
+"""A run's TOML file: an error is one line that names the wrong key and the nearest valid one."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_origin, get_type_hints

@@ -1,4 +1,4 @@
-"""A run of several ranks is saved by all of them, goes on with more or fewer, and refuses a rank that differs."""
+"""A run of several ranks is saved by all ranks, resumes with more or fewer, and refuses a rank that differs."""
 
 import re
 from dataclasses import replace
@@ -118,7 +118,7 @@ def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings,
     assert drawn == ["step-0000000-00.png", "step-0000002-00.png"]
     convert_checkpoint(path, tmp_path / "one.safetensors")
     assert difference(load_file(tmp_path / "one.safetensors"), result(path)) == 0
-    # the pictures are those of a run of one process
+    # The images equal the images of a run of one process.
     plain = settings("plain", method=Method("full"), steps=2, validation=prompts)
     trained(plain, plain=True)
     first = drawn[0]

@@ -93,7 +93,7 @@ def test_the_data_s_own_velocity_is_the_derivative_of_its_trajectory():
     ahead, behind = (data_point(x0, noise, angle + sign * step).x for sign in (1, -1))
     point = data_point(x0, noise, angle)
     torch.testing.assert_close((ahead - behind) / (2 * step), point.velocity, atol=1e-8, rtol=1e-6)
-    # at no noise, and at nothing else
+    # The two ends: pure data and pure noise.
     torch.testing.assert_close(data_point(x0, noise, torch.zeros(2)).x, x0)
     torch.testing.assert_close(data_point(x0, noise, torch.full((2,), math.pi / 2)).x, noise, atol=1e-6, rtol=0)
 
@@ -153,7 +153,7 @@ def test_the_tangent_is_that_of_differences_along_the_trajectory(kind, base):
 
 
 def test_at_no_ramp_the_tangent_points_from_the_model_to_the_trajectory():
-    """sCM without its second part is diffusion: what is left is how far the model's velocity is off."""
+    """sCM without its second part is diffusion: the error of the model's velocity remains."""
     transformer, prompt = adapted("lora"), prompt_of(torch.float64)
     point = data_point(*latents(torch.float64), ANGLE.double())
     own = trigflow_velocity(transformer, point.x, point.angle, prompt).detach()
@@ -222,7 +222,7 @@ def test_in_bf16_the_tangent_is_nearly_that_of_fp32():
 
 @pytest.fixture(scope="module")
 def sprint(checkpoint, tmp_path_factory):
-    """The bundled checkpoint with a transformer that is told sigma and guidance, and begins with its weights."""
+    """The bundled checkpoint with a transformer that embeds sigma and guidance and starts with its weights."""
     folder = tmp_path_factory.mktemp("sprint") / "model"
     shutil.copytree(checkpoint, folder)
     base = sana_core.load_transformer(checkpoint)
@@ -303,7 +303,7 @@ def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(setting
     )
     assert np.abs(after - before).mean() > 3
 
-    # the file on the model, as the canvas opens it: a run that stands still draws the same picture
+    # The file on the model, as the canvas opens it: a run with learning rate 0 gives the same image.
     idle = replace(own.phase[0], learning_rate=0.0, steps=1)
     still = replace(own, out=str(tmp_path / "still"), phase=(idle,), method=replace(method, start=str(file)))
     trainer.train(replace(still, validation=replace(look, every=1)))

@@ -1,4 +1,4 @@
-"""A run that begins at a LoRA's file has its effect at first, whoever wrote it; what does not fit is named."""
+"""A run that starts from a LoRA file has its effect from the first step, for every trainer. Misfits are named."""
 
 import json
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_alpha_beside_the_tensors_scales_them(checkpoint, tmp_path, lora):
     "settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"attn1.to_q": 7, "to_k": 2}}], ids=str
 )
 def test_from_what_peft_saves(checkpoint, tmp_path, settings):
-    """PEFT's own folder, whose rank, alpha, rslora and dora stand in adapter_config.json."""
+    """PEFT's folder, with rank, alpha, rslora and dora in adapter_config.json."""
     config = LoraConfig(r=RANK, lora_alpha=3, target_modules=TARGETS, init_lora_weights=False, **settings)
     theirs = get_peft_model(sana_core.load_transformer(checkpoint), config)
     theirs.save_pretrained(tmp_path)

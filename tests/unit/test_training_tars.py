@@ -151,7 +151,7 @@ def test_damaged_tars_are_ours_to_name(tmp_path, changes):
 
 
 def repair_sums(data):
-    """Give the first header its right sum again, so that what it says is believed."""
+    """Correct the checksum of the first header, so that readers trust it."""
     data[148:156] = b"        "
     data[148:156] = b"%06o\0 " % sum(data[:512])
 

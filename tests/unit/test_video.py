@@ -1,5 +1,5 @@
-"""SANA-Video: its files are recognised, and its forward is that of diffusers' class and of NVIDIA's code (written down
-in tests/nvidia_video.py), at small random shapes."""
+"""SANA-Video: its files are recognised. Its forward equals diffusers' class and NVIDIA's code (written down in
+tests/nvidia_video.py), at small random shapes."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ def inputs(name, frames=5):
 
 
 def given(timestep, frames):
-    """A time for each frame, that of the first 0."""
+    """A time for each frame. The first frame has 0."""
     return timestep[:, None] * torch.tensor([0.0] + [1.0] * (frames - 1))
 
 
@@ -109,7 +109,7 @@ def test_each_layout_may_be_computed_as_the_other(name, nvidia_file, tmp_path):
     expected = theirs(x, embeds, timestep, encoder_attention_mask=mask).sample.detach()
     got = sana_core.predict_velocity(model, x, timestep, embeds, mask)
     assert (got - expected).abs().max() / expected.abs().max() < BOUND
-    # and back, from a file of diffusers' names without a configuration
+    # The other way round, from a file with diffusers' names and without a configuration.
     file = tmp_path / "diffusers.safetensors"
     save_file(theirs.state_dict(), file)
     expected = nvidia_video.forward(tensors, x, timestep, embeds, mask, heads=2, patch=MODELS[name][1])
@@ -123,7 +123,7 @@ def test_files_are_recognised(name, nvidia_file, tmp_path):
     info = sana_core.inspect_checkpoint(nvidia_file[1])
     assert (info.kind, info.variant, info.layout) == ("video_transformer", f"video-2B-{name}", "original")
     assert info.reference == NVIDIA and shift_of(info) == 8.0
-    # diffusers' folder, whose configuration tells the heads
+    # The configuration of diffusers' folder contains the number of heads.
     model = transformer(name)
     model.save_pretrained(tmp_path / "folder" / "transformer")
     (tmp_path / "folder" / "model_index.json").write_text(json.dumps({"_class_name": "SanaVideoPipeline"}))
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_said(nvidia_file, name, tmp_path, monkeypatch):
     layouts.sparse(shapes, file)
     with pytest.raises(ValueError, match="latents with 32 channels, expected 16 or 128; use a released model"):
         sana_core.inspect_checkpoint(file)
-    # a version without it, which says so lazily
+    # An older version has no such class. Its lazy import fails at the first use.
     monkeypatch.delattr(diffusers, "SanaVideoTransformer3DModel")
     monkeypatch.delitem(diffusers._class_to_module, "SanaVideoTransformer3DModel")
     with pytest.raises(RuntimeError, match="^diffusers: got .*, expected 0.36 or newer for SANA-Video; pip install"):

@@ -1,4 +1,4 @@
-"""What is planned for a video against what is counted of a forward on a card that is not there."""
+"""Planned memory of a video, compared with the counted peak of a forward on a pretended GPU."""
 
 import pytest
 

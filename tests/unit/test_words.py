@@ -20,7 +20,7 @@ SOCKETS = {"MODEL", "CLIP", "VAE", "CONDITIONING", "LATENT", "SANA_DATASET", "SA
 
 
 def shown(path):
-    """Yield what the nodes of that file show: names, tooltips, descriptions."""
+    """Yield the texts that the nodes of a file show: names, tooltips, descriptions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):
             yield ast.get_docstring(node) or ""

@@ -13,7 +13,7 @@ from sana_core import VersionError
 from sana_core.checkpoints.tokenizer import json_tokenizer, sentencepiece_tokenizer
 from sana_core.model.text_generation import read_request, stop_tokens, write_tokens
 
-# before, a cache was not told which layers look at a window only; Generate Text says so there
+# Older versions cannot tell a cache which layers have a window. Generate Text reports this there.
 pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("4.56"), reason="needs transformers 4.56")
 LONG = [2, *torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(5)).tolist()]
 
@@ -38,7 +38,7 @@ def reference(request):
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    # small beside what the layers add, or the likeliest token is always the one before
+    # The head has to be small beside the layers. Otherwise the likeliest token is always the previous one.
     torch.nn.init.normal_(model.lm_head.weight, std=0.05)
     return model.to(request.param)
 

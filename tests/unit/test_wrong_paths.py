@@ -1,4 +1,4 @@
-"""A wrong path of any kind, wherever a command takes a path, is one line that says what is wrong, and ends at once."""
+"""A wrong path of any kind, for every path option of every command, ends at once with one line that names it."""
 
 import argparse
 import io
@@ -91,7 +91,7 @@ PLACES = {
 }
 # A plan reads only the models.
 READ_BY_PLAN = ("model", "text_encoder", "autoencoder", "method.start")
-# What a command writes while it works, and what the log says beside an error.
+# Lines that a command writes while it works, and lines of the log beside an error.
 PROGRESS = re.compile(
     r"\s*|checking .*|.*\d+ of \d+.*|step \d.*|dataset: left out .*|.* left out.*|.*is not an image.*"
 )

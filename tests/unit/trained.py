@@ -15,7 +15,7 @@ class Stopped(Exception):
 
 
 def stopping_after(steps):
-    """What a run reports to, and a poll that cancels once it was called between so many steps and the next."""
+    """A list for the reports of a run, and a poll that cancels the run after `steps` steps."""
     lines = []
 
     def poll():
@@ -26,7 +26,7 @@ def stopping_after(steps):
 
 
 def write_settings(folder, checkpoint, name, own, phase):
-    """Write the settings of a LoRA of the images in `folder`, with what is its `own` and its `phase`'s."""
+    """Write the settings of a LoRA of the images in `folder`. `own` and `phase` replace and add settings."""
     paths = {"model": str(checkpoint), "out": str(folder / name), "cache": str(folder / "cache")}
     whole = {**paths, "dtype": "float32", "keep": 2, "method.rank": 2, **own}
     data = {"data": str(folder / "pictures"), "resolution": 128, "batch": 1, "learning_rate": 1e-3, **phase}

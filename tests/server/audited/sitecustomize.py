@@ -1,8 +1,8 @@
-"""Python imports this before a program whose PYTHONPATH has this folder, and writes down what the pack does in it.
+"""Audit hook that records the actions of the pack. Python imports it if this folder is on PYTHONPATH.
 
-AUDIT_LOG gets a JSON object a line: the event, what it was about, the file and line of the pack that caused it, and
-whether a library lay between. AUDIT_ROOT is the checkout, AUDIT_WRITABLE the folders in which writing is nothing to
-note, joined as in PATH.
+AUDIT_LOG receives one JSON object per line: the event, its subject, the file and line of the pack that caused it, and
+whether a library was between. AUDIT_ROOT is the checkout. AUDIT_WRITABLE lists the folders, joined as in PATH, in which
+writing is not recorded.
 """
 
 import json
@@ -53,7 +53,7 @@ def is_elsewhere(path):
     if isinstance(path, int):
         return False
     path = os.path.realpath(os.fsdecode(path))
-    # what Python keeps of an imported module
+    # Python writes the bytecode of imported modules there.
     return not path.startswith(WRITABLE) and "__pycache__" not in path and path != os.devnull
 
 

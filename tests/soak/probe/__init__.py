@@ -1,4 +1,4 @@
-"""A custom node of the soak alone: /soak says what the server holds, when nothing runs."""
+"""A custom node of the soak only: /soak returns the resources that the idle server holds."""
 
 import ctypes
 import gc
