@@ -24,10 +24,10 @@ class RunsOut(TorchDispatchMode):
         self.wanted, self.count = wanted, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        given = storages(tree_leaves((arguments, options)))
+        inputs = storages(tree_leaves((arguments, options)))
         result = function(*arguments, **(options or {}))
         new = storages(tree_leaves(result))
-        if any(size >= SMALLEST and pointer not in given for pointer, size in new.items()):
+        if any(size >= SMALLEST and pointer not in inputs for pointer, size in new.items()):
             self.count += 1
             if self.count == self.wanted:
                 del result

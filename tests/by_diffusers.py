@@ -9,5 +9,5 @@ def drawn_by(pipeline, prompt, scheduler=None, seed=3, **options):
     pipeline.set_progress_bar_config(disable=True)
     settings = {"guidance_scale": 4.5, "width": 128, "height": 128, "output_type": "latent", **options}
     generator = torch.Generator().manual_seed(seed)
-    made = pipeline(prompt, generator=generator, use_resolution_binning=False, **settings).images
-    return made / pipeline.vae.config.scaling_factor if settings["output_type"] == "latent" else made
+    created = pipeline(prompt, generator=generator, use_resolution_binning=False, **settings).images
+    return created / pipeline.vae.config.scaling_factor if settings["output_type"] == "latent" else created

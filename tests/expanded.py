@@ -11,7 +11,11 @@ LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
 
 def expand(workflow, prefix="", graph=None, given=()):
     """The nodes that run as (id, node, {input: its source, or the value that a subgraph's widget gives it})."""
-    held = {each["id"]: each for each in workflow["definitions"]["subgraphs"]} if "definitions" in workflow else {}
+    held = (
+        {definition["id"]: definition for definition in workflow["definitions"]["subgraphs"]}
+        if "definitions" in workflow
+        else {}
+    )
     graph = graph or {**workflow, "links": [dict(zip(LINK, link, strict=True)) for link in workflow["links"]]}
     nodes, links = {node["id"]: node for node in graph["nodes"]}, {link["id"]: link for link in graph["links"]}
 
@@ -22,7 +26,9 @@ def expand(workflow, prefix="", graph=None, given=()):
             return given[slot]
         while inner["type"] in held:
             place, about = f"{place}{key}:", held[inner["type"]]
-            (end,) = [each for each in about["links"] if each["id"] in about["outputs"][slot]["linkIds"]]
+            (end,) = [
+                definition for definition in about["links"] if definition["id"] in about["outputs"][slot]["linkIds"]
+            ]
             key, slot = end["origin_id"], end["origin_slot"]
             inner = next(node for node in about["nodes"] if node["id"] == key)
         return [f"{place}{key}", slot]
@@ -30,10 +36,12 @@ def expand(workflow, prefix="", graph=None, given=()):
     for node in nodes.values():
         values = iter(node["widgets_values"])
         if node["type"] in held:
-            own = [next(values) if "widget" in entry else None for entry in node["inputs"]]
+            widget_values = [next(values) if "widget" in entry else None for entry in node["inputs"]]
             ends = [entry["link"] for entry in node["inputs"]]
-            own = [source(links[end]) if end else value for end, value in zip(ends, own, strict=True)]
-            yield from expand(workflow, f"{prefix}{node['id']}:", held[node["type"]], own)
+            widget_values = [
+                source(links[end]) if end else value for end, value in zip(ends, widget_values, strict=True)
+            ]
+            yield from expand(workflow, f"{prefix}{node['id']}:", held[node["type"]], widget_values)
         elif node["type"] not in NOTES:
             linked = {entry["name"]: source(links[entry["link"]]) for entry in node["inputs"] if entry["link"]}
             yield f"{prefix}{node['id']}", node, linked
@@ -46,8 +54,8 @@ def unfold(fields):
         out[name] = (kind, *options)
         if kind == DYNAMIC:
             chosen = options[0]["options"][0]["inputs"]
-            own = {**chosen.get("required", {}), **chosen.get("optional", {})}
-            out |= {f"{name}.{key}": value for key, value in own.items()}
+            widget_values = {**chosen.get("required", {}), **chosen.get("optional", {})}
+            out |= {f"{name}.{key}": value for key, value in widget_values.items()}
     return out
 
 

@@ -169,11 +169,11 @@ class FusedAttention(TorchFunctionMode):
         # the kernel writes [B, N, heads, d]
         out = torch.empty(batch, count, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
         if self.counter is not None:
-            read = [query, key, value] + ([] if mask is None else [mask])
-            assert len({tensor.device for tensor in [*read, out]}) == 1, "tensors of one attention on several devices"
+            inputs = [query, key, value] + ([] if mask is None else [mask])
+            assert len({tensor.device for tensor in [*inputs, out]}) == 1, "tensors of one attention on several devices"
             # it reads masks in vectors of 8 (preprocess_mask in aten/native/transformers/attention.cpp)
             padded = mask is not None and any(stride % 8 for stride in mask.stride()[:-1])
-            self.counter.add("attention", 1 + padded, sum(map(size, [*read, out])))
+            self.counter.add("attention", 1 + padded, sum(map(size, [*inputs, out])))
         return out
 
 
@@ -199,15 +199,15 @@ WRITTEN = {
 
 def triton_bytes(name: str, given: dict[str, Any]) -> int:
     """Bytes that a kernel moves: each tensor once. Two bands of a depthwise both read the two rows at their border."""
-    own = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    assert own.keys() >= WRITTEN[name] - {key for key, value in given.items() if value is None}
+    options = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    assert options.keys() >= WRITTEN[name] - {key for key, value in given.items() if value is None}
     again = 0.0
     if name == "residual_norm" and given["branch"] is not None:
         # written in place
-        again = size(own["hidden"])
+        again = size(options["hidden"])
     if name == "gated_depthwise":
-        again = size(own["x"]) * 2 * (given["bands"] - 1) / given["rows_in"]
-    return sum(map(size, own.values())) + int(again)
+        again = size(options["x"]) * 2 * (given["bands"] - 1) / given["rows_in"]
+    return sum(map(size, options.values())) + int(again)
 
 
 class NoDevice:
@@ -234,11 +234,11 @@ def fake_accelerators(counter: Counter | None = None, triton: bool = True, trial
         from sana_core.kernels import trial
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        devices = {value.device for value in given.values() if isinstance(value, torch.Tensor)}
+        inputs = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        devices = {value.device for value in inputs.values() if isinstance(value, torch.Tensor)}
         assert len(devices) == 1, f"tensors of {kernel.__name__} on {devices}"
         if active.counter is not None:
-            active.counter.add(kernel.__name__, 1, triton_bytes(kernel.__name__, given))
+            active.counter.add(kernel.__name__, 1, triton_bytes(kernel.__name__, inputs))
 
     active = SimpleNamespace(counter=None)
     with contextlib.ExitStack() as stack:

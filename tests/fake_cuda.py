@@ -90,9 +90,9 @@ def fake_card(monkeypatch, free=80 * GB, total=None, state="NORMAL_VRAM", dynami
     import comfy_aimdo.torch
 
     def free_memory(device=None, torch_free_too=False):
-        held = sum(each.loaded_size() for each in management.loaded_models() if each.load_device.type == "cuda")
-        left = max(0, free - held) if (device or CARD).type == "cuda" else 10**12
-        return (left, 0) if torch_free_too else left
+        held = sum(model.loaded_size() for model in management.loaded_models() if model.load_device.type == "cuda")
+        remaining = max(0, free - held) if (device or CARD).type == "cuda" else 10**12
+        return (remaining, 0) if torch_free_too else remaining
 
     card = SimpleNamespace(major=major, minor=0, name="fake", total_memory=total or free)
     with empty_model_list(), monkeypatch.context() as patch:

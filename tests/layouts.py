@@ -149,24 +149,24 @@ def gemma(vocabulary: int = 300):
 
 def nvidia(model: torch.nn.Module, unused: bool = True) -> dict[str, torch.Tensor]:
     """The tensors of a transformer or ControlNet as NVIDIA's files have them."""
-    left = dict(model.state_dict())
-    names = {original: targets for original, targets in table(NVIDIA).items() if targets[0] in left}
-    if "time_embed.guidance_embedder.linear_1.weight" in left:
+    remaining = dict(model.state_dict())
+    names = {original: targets for original, targets in table(NVIDIA).items() if targets[0] in remaining}
+    if "time_embed.guidance_embedder.linear_1.weight" in remaining:
         names.update(table(NVIDIA_SPRINT))
     is_controlnet = isinstance(model, SanaControlNetModel)
     for number in range(model.config.num_layers):
         block = f"controlnet.{number}.copied_block" if is_controlnet else f"blocks.{number}"
         for original, targets in table(NVIDIA_BLOCK).items():
             full = [f"transformer_blocks.{number}.{target}" for target in targets]
-            if full[0] in left:
+            if full[0] in remaining:
                 names[f"{block}.{original}"] = full
         if is_controlnet:
             for leaf in ("weight", "bias"):
                 names[f"controlnet.{number}.after_proj.{leaf}"] = [f"controlnet_blocks.{number}.{leaf}"]
     if is_controlnet:
         names.update({f"controlnet.0.before_proj.{leaf}": [f"input_block.{leaf}"] for leaf in ("weight", "bias")})
-    out = {name: torch.cat([left.pop(target) for target in targets]) for name, targets in names.items()}
-    assert not left, left.keys()
+    out = {name: torch.cat([remaining.pop(target) for target in targets]) for name, targets in names.items()}
+    assert not remaining, remaining.keys()
     if unused:
         side = model.config.sample_size
         out["pos_embed"] = torch.zeros(1, side**2, 8)
@@ -176,12 +176,12 @@ def nvidia(model: torch.nn.Module, unused: bool = True) -> dict[str, torch.Tenso
 
 def mit(model: AutoencoderDC) -> dict[str, torch.Tensor]:
     """The tensors of a DC-AE under the names of MIT's files, which mit_dc_ae.py lists."""
-    left, out = dict(model.state_dict()), {}
+    remaining, out = dict(model.state_dict()), {}
 
     def move(original: str, *targets: str, conv: bool = False) -> None:
         for leaf in ("weight", "bias"):
-            if f"{targets[0]}.{leaf}" in left:
-                tensor = torch.cat([left.pop(f"{target}.{leaf}") for target in targets])
+            if f"{targets[0]}.{leaf}" in remaining:
+                tensor = torch.cat([remaining.pop(f"{target}.{leaf}") for target in targets])
                 out[f"{original}.{leaf}"] = tensor[..., None, None] if conv else tensor
 
     move("encoder.project_in.conv", "encoder.conv_in")
@@ -190,7 +190,7 @@ def mit(model: AutoencoderDC) -> dict[str, torch.Tensor]:
     move("decoder.project_out.op_list.0", "decoder.norm_out")
     move("decoder.project_out.op_list.2.conv", "decoder.conv_out")
     for theirs, ours in (("encoder.stages", "encoder.down_blocks"), ("decoder.stages", "decoder.up_blocks")):
-        blocks = sorted({tuple(map(int, name.split(".")[2:4])) for name in left if name.startswith(ours)})
+        blocks = sorted({tuple(map(int, name.split(".")[2:4])) for name in remaining if name.startswith(ours)})
         for stage, number in blocks:
             a, b = f"{theirs}.{stage}.op_list.{number}", f"{ours}.{stage}.{number}"
             sampling = "main.conv" if ours.startswith("encoder") else "main.conv.conv"
@@ -207,7 +207,7 @@ def mit(model: AutoencoderDC) -> dict[str, torch.Tensor]:
             for kind in ("inverted", "depth", "point"):
                 move(f"{glu}.{kind}_conv.conv", f"{b}.conv_out.conv_{kind}")
             move(f"{glu}.point_conv.norm", f"{b}.conv_out.norm")
-    assert not left, left.keys()
+    assert not remaining, remaining.keys()
     return out
 
 

@@ -66,9 +66,9 @@ def random_file(
     return tensors
 
 
-def block(put: Callable, linear: Callable, name: str, width: int, hidden: int, qk_norm: bool) -> None:
+def block(install: Callable, linear: Callable, name: str, width: int, hidden: int, qk_norm: bool) -> None:
     """A block's tensors, by `put` and `linear`."""
-    put(f"{name}.scale_shift_table", 6, width)
+    install(f"{name}.scale_shift_table", 6, width)
     linear(f"{name}.attn.qkv", 3 * width, width, bias=False)
     linear(f"{name}.attn.proj", width, width)
     linear(f"{name}.cross_attn.q_linear", width, width)
@@ -76,11 +76,11 @@ def block(put: Callable, linear: Callable, name: str, width: int, hidden: int, q
     linear(f"{name}.cross_attn.proj", width, width)
     if qk_norm:
         for part in ("attn", "cross_attn"):
-            put(f"{name}.{part}.q_norm.weight", width, mean=1.0)
-            put(f"{name}.{part}.k_norm.weight", width, mean=1.0)
+            install(f"{name}.{part}.q_norm.weight", width, mean=1.0)
+            install(f"{name}.{part}.k_norm.weight", width, mean=1.0)
     linear(f"{name}.mlp.inverted_conv.conv", 2 * hidden, width, 1, 1)
-    put(f"{name}.mlp.depth_conv.conv.weight", 2 * hidden, 1, 3, 3)
-    put(f"{name}.mlp.depth_conv.conv.bias", 2 * hidden)
+    install(f"{name}.mlp.depth_conv.conv.weight", 2 * hidden, 1, 3, 3)
+    install(f"{name}.mlp.depth_conv.conv.bias", 2 * hidden)
     linear(f"{name}.mlp.point_conv.conv", width, hidden, 1, 1, bias=False)
 
 
@@ -116,8 +116,8 @@ def positions(width: int, h: int, w: int, base: int, interpolation: float) -> to
 def linear_attention(tensors: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
     batch, count, width = x.shape
     query, key, value = project(tensors, f"{name}.qkv", x).chunk(3, -1)
-    query, key = (rms(tensors, f"{name}.{part}_norm", each, 1e-5) for part, each in (("q", query), ("k", key)))
-    query, key, value = (each.view(batch, count, -1, 32) for each in (query, key, value))
+    query, key = (rms(tensors, f"{name}.{part}_norm", item, 1e-5) for part, item in (("q", query), ("k", key)))
+    query, key, value = (item.view(batch, count, -1, 32) for item in (query, key, value))
     query, key = query.relu(), key.relu()
     total = torch.einsum("bnhi,bhi->bnh", query, key.sum(1))
     out = torch.einsum("bnhi,bhij->bnhj", query, torch.einsum("bnhi,bnhj->bhij", key, value))
@@ -128,7 +128,7 @@ def cross_attention(tensors: Tensors, name: str, x: torch.Tensor, y: torch.Tenso
     query = rms(tensors, f"{name}.q_norm", project(tensors, f"{name}.q_linear", x), 1e-6)
     key, value = project(tensors, f"{name}.kv_linear", y).chunk(2, -1)
     key = rms(tensors, f"{name}.k_norm", key, 1e-6)
-    query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (item.unflatten(-1, (heads, -1)).transpose(1, 2) for item in (query, key, value))
     scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(keep[:, None, None] == 0, -torch.inf).softmax(-1)
     return project(tensors, f"{name}.proj", (weights @ value).transpose(1, 2).flatten(2))

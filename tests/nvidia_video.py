@@ -46,8 +46,8 @@ def turn(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 def linear_attention(tensors: Tensors, name: str, x: torch.Tensor, heads: int, by: torch.Tensor) -> torch.Tensor:
     query, key, value = project(tensors, f"{name}.qkv", x).chunk(3, -1)
-    query, key = (rms(tensors, f"{name}.{part}_norm", each, 1e-5) for part, each in (("q", query), ("k", key)))
-    query, key, value = (each.unflatten(-1, (heads, -1)) for each in (query, key, value))
+    query, key = (rms(tensors, f"{name}.{part}_norm", item, 1e-5) for part, item in (("q", query), ("k", key)))
+    query, key, value = (item.unflatten(-1, (heads, -1)) for item in (query, key, value))
     query, key = query.relu(), key.relu()
     total = torch.einsum("bnhi,bhi->bnh", query, key.sum(1))
     sums = torch.einsum("bnhi,bnhj->bhij", turn(key, by), value)
@@ -87,7 +87,7 @@ def forward(
     times = timestep[:, None].expand(-1, frames) if timestep.ndim == 1 else timestep
     t = embed_scalar(tensors, "t_embedder", times.flatten().long())
     t0 = project(tensors, "t_block.1", F.silu(t)).view(batch, frames, 6, inner)
-    t, t0 = (each.unflatten(0, (batch, -1)) if each.ndim == 2 else each for each in (t, t0))
+    t, t0 = (item.unflatten(0, (batch, -1)) if item.ndim == 2 else item for item in (t, t0))
     y = F.gelu(project(tensors, "y_embedder.y_proj.fc1", y), approximate="tanh")
     y = rms(tensors, "attention_y_norm", project(tensors, "y_embedder.y_proj.fc2", y), 1e-5)
     by = turns(inner // heads, size)
@@ -99,8 +99,8 @@ def forward(
     depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
     for i in range(depth):
         name = f"blocks.{i}"
-        own = (tensors[f"{name}.scale_shift_table"] + t0).unbind(2)
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = map(spread, own)
+        shift_and_scale = (tensors[f"{name}.scale_shift_table"] + t0).unbind(2)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = map(spread, shift_and_scale)
         states = F.layer_norm(hidden, (inner,), eps=1e-6) * (1 + scale_a) + shift_a
         hidden = hidden + gate_a * linear_attention(tensors, f"{name}.attn", states, heads, by)
         hidden = hidden + cross_attention(tensors, f"{name}.cross_attn", hidden, y, mask, heads)

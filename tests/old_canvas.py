@@ -104,13 +104,13 @@ def workflow() -> dict:
                 "order": order,
                 "mode": 0,
                 "inputs": slots,
-                "outputs": [{"name": name, "type": type_, "links": found} for name, type_, found in outputs],
+                "outputs": [{"name": name, "type": type_, "links": outcome} for name, type_, outcome in outputs],
                 "properties": {"Node name for S&R": kind},
                 "widgets_values": list(values),
             }
         )
-        for place_, (_, type_, found) in enumerate(outputs):
-            sources |= {link: (number, place_, type_) for link in found}
+        for place_, (_, type_, outcome) in enumerate(outputs):
+            sources |= {link: (number, place_, type_) for link in outcome}
     for number, (*_, inputs, _outputs) in NODES.items():
         for place_, (_, _, link) in enumerate(inputs):
             source, output, type_ = sources[link]

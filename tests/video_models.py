@@ -75,9 +75,9 @@ def by_pipeline(
     channels, _, cell, stride = MODELS[name]
     frames, height, width = size
     encoder = Gemma2Model.from_pretrained(folder / "text_encoder", attn_implementation="eager").float()
-    tokenizer, own = AutoTokenizer.from_pretrained(folder / "tokenizer"), encoder.config.hidden_size
+    tokenizer, expected = AutoTokenizer.from_pretrained(folder / "tokenizer"), encoder.config.hidden_size
     kind = SanaVideoPipeline if image is None else SanaImageToVideoPipeline
-    pipeline = kind(tokenizer, encoder, autoencoder(name), transformer(name, own), solver or scheduler())
+    pipeline = kind(tokenizer, encoder, autoencoder(name), transformer(name, expected), solver or scheduler())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         prompt=prompts[0],

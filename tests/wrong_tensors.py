@@ -162,25 +162,25 @@ ENCODES = {
 def cases() -> Iterator[Case]:
     """Yield each wrong value with each node that takes such values."""
     for name, value in wrong_values(SHAPES, (1, 32, 4, 4)):
-        given = {"value": ("AnyValue", {"value": {"samples": value}})}
+        malformed = {"value": ("AnyValue", {"value": {"samples": value}})}
         for sampler in SAMPLERS:
-            yield Case(f"{sampler}: latent, {name}", {**base(sampler, latent_image=["value", 0]), **given})
+            yield Case(f"{sampler}: latent, {name}", {**base(sampler, latent_image=["value", 0]), **malformed})
         for decode, inputs in DECODES.items():
             node = (decode, {"samples": ["value", 0], "vae": ["load", 2], **inputs})
-            yield Case(f"{decode}: latent, {name}", {**base(), **given, "sample": node})
+            yield Case(f"{decode}: latent, {name}", {**base(), **malformed, "sample": node})
     for name, value in wrong_values(PIXELS, (1, 64, 64, 3)):
-        given = {
+        malformed = {
             "value": ("AnyValue", {"value": value}),
             "mask": ("SolidMask", {"value": 1.0, "width": 64, "height": 64}),
         }
         for encode, inputs in ENCODES.items():
             node = (encode, {"pixels": ["value", 0], "vae": ["load", 2], **inputs})
-            yield Case(f"{encode}: pixels, {name}", {**base(), **given, "sample": node})
+            yield Case(f"{encode}: pixels, {name}", {**base(), **malformed, "sample": node})
     for name, value in wrong_values(MASKS, (1, 8, 8)):
         for sampler in SAMPLERS:
             latent = {"samples": torch.zeros(1, 32, 4, 4), "noise_mask": value}
-            given = {"value": ("AnyValue", {"value": latent})}
-            yield Case(f"{sampler}: noise_mask, {name}", {**base(sampler, latent_image=["value", 0]), **given})
+            malformed = {"value": ("AnyValue", {"value": latent})}
+            yield Case(f"{sampler}: noise_mask, {name}", {**base(sampler, latent_image=["value", 0]), **malformed})
     for name, value in wrong_values(EMBEDS, (1, 300, 32)):
         for sampler in SAMPLERS[:4]:
             prompt = ("WrongPrompt", {"value": {"embeddings": value}})

@@ -41,11 +41,11 @@ class Anything(ModuleType):
         return type(name, (), {})
 
 
-def read_module(root, file, *left_out, **given):
+def read_module(root, file, *left_out, **options):
     """The module of a checkout's `file`, those that it names `left_out` being without content but for `given`."""
     for name in left_out:
         sys.modules[name] = Anything(name)
-        vars(sys.modules[name]).update(given)
+        vars(sys.modules[name]).update(options)
     sys.path.insert(0, root)
     spec = importlib.util.spec_from_file_location(Path(file).stem, Path(root) / file)
     module = importlib.util.module_from_spec(spec)
@@ -135,12 +135,12 @@ def onetrainer(checkout):
         _, plain = base(*LAYERS)
         tensors = {}
         for name, layer in plain.items():
-            own = kind(f"transformer.{name}", layer, *numbers, **options).double()
-            learn(own)
+            adapter = kind(f"transformer.{name}", layer, *numbers, **options).double()
+            learn(adapter)
             # DoRAModule makes float32 of a convolution's weight, which is all that the file has anyway
-            own.orig_forward = layer.forward
-            keep(file, name, computed(own, layer), layer.weight)
-            tensors |= own.state_dict(prefix=own.prefix)
+            adapter.orig_forward = layer.forward
+            keep(file, name, computed(adapter, layer), layer.weight)
+            tensors |= adapter.state_dict(prefix=adapter.prefix)
         written(file, form(tensors))
 
     def internal(tensors):
@@ -164,9 +164,9 @@ def onetrainer(checkout):
     make("onetrainer-dora-rows-diffusers", makers.DoRAModule, convert.convert_to_diffusers, RANK, ALPHA, **rows)
     make("onetrainer-dora-columns", makers.DoRAModule, flat, RANK, ALPHA, **columns)
     make("onetrainer-dora-columns-diffusers", makers.DoRAModule, convert.convert_to_diffusers, RANK, ALPHA, **columns)
-    own = {"decompose_both": False, "decompose_factor": 8, "use_tucker": False, "full_matrix": False, **where}
-    own |= {"weight_decompose": True, "dora_on_output": False}
-    make("onetrainer-dokr-columns", makers.LoKrModule, comfy, RANK, ALPHA, **own)
+    adapter = {"decompose_both": False, "decompose_factor": 8, "use_tucker": False, "full_matrix": False, **where}
+    adapter |= {"weight_decompose": True, "dora_on_output": False}
+    make("onetrainer-dokr-columns", makers.LoKrModule, comfy, RANK, ALPHA, **adapter)
 
 
 def kohya(checkout):
@@ -176,12 +176,12 @@ def kohya(checkout):
     tensors = {}
     for name, layer in plain.items():
         before = layer.weight.clone()
-        own = makers.LoRAInfModule(f"lora_unet_{name}".replace(".", "_"), layer, 1.0, RANK, ALPHA).double()
-        learn(own)
+        adapter = makers.LoRAInfModule(f"lora_unet_{name}".replace(".", "_"), layer, 1.0, RANK, ALPHA).double()
+        learn(adapter)
         tensors |= {
-            f"{own.lora_name}.{part}": tensor for part, tensor in own.state_dict().items() if "org_" not in part
+            f"{adapter.lora_name}.{part}": tensor for part, tensor in adapter.state_dict().items() if "org_" not in part
         }
-        own.merge_to(own.state_dict(), torch.float64, "cpu")
+        adapter.merge_to(adapter.state_dict(), torch.float64, "cpu")
         keep("kohya-lora", name, layer.weight, before)
     written("kohya-lora", tensors)
 

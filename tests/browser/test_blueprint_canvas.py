@@ -123,7 +123,7 @@ def test_a_blueprint_is_found_by_search_and_runs(canvas, name):
     image = page.evaluate("id => app.nodeOutputs[id].images[0]", shown)
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
     assert picture.size == ((768, 768) if name == "SANA second pass" else (512, 512))
-    found = score(load(), np.array(picture)[None], [WANTED])
+    scores = score(load(), np.array(picture)[None], [WANTED])
     # beyond its own size the model draws subjects that the judge does not always know
-    known = ("time", "place", "style") if name == "SANA second pass" else ("scene",)
-    assert [found[each] for each in known] == [1] * len(known), found
+    known_names = ("time", "place", "style") if name == "SANA second pass" else ("scene",)
+    assert [scores[item] for item in known_names] == [1] * len(known_names), scores

@@ -42,19 +42,19 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     # The canvas sends the same graph as the scripts and the other tests, except for the size, which follows the model.
     sent = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
     demo = json.loads((ROOT / "demo" / "graph.json").read_text())
-    found = {(node["class_type"], node["inputs"].get("text")): node["inputs"] for node in sent.values()}
-    assert len(found) == len(demo)
+    results = {(node["class_type"], node["inputs"].get("text")): node["inputs"] for node in sent.values()}
+    assert len(results) == len(demo)
     for node in demo.values():
-        own = found[node["class_type"], node["inputs"].get("text")]
+        inputs_sent = results[node["class_type"], node["inputs"].get("text")]
         for name, value in node["inputs"].items():
             if isinstance(value, list):
-                source, output = own[name]
+                source, output = inputs_sent[name]
                 assert (sent[source]["class_type"], output) == (demo[value[0]]["class_type"], value[1])
             elif name in ("width", "height"):
                 # The template shows the size of the demo model, and the graph has 0 for the model's size.
-                assert (own[name], value) == (512, 0)
+                assert (inputs_sent[name], value) == (512, 0)
             elif name != "filename_prefix":
-                assert own[name] == value
+                assert inputs_sent[name] == value
 
     page.get_by_test_id("queue-button").click()
     page.wait_for_function("Object.values(window.app.nodeOutputs).some(output => output.images?.length)")
@@ -65,9 +65,9 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
 
     (image,) = page.evaluate("Object.values(window.app.nodeOutputs).flatMap(output => output.images ?? [])")
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
-    wanted = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
-    found = score(load(), np.array(picture)[None], [wanted])
-    assert found["all"] == 1, found
+    expected = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
+    results = score(load(), np.array(picture)[None], [expected])
+    assert results["all"] == 1, results
 
 
 FAR = """async graph => {

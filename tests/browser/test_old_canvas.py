@@ -39,20 +39,20 @@ def server(tmp_path_factory):
 
 
 def check(page, replacements):
-    found = page.evaluate(VALUES)
+    result = page.evaluate(VALUES)
     for number, (kind, _, _, values, *_) in NODES.items():
-        ours, shown = found[str(number)]
+        ours, shown = result[str(number)]
         if kind not in replacements:
             assert ours == kind
             continue
         (replacement,) = replacements[kind]
         widgets = replacement["old_widget_ids"]
         assert ours == replacement["new_node_id"]
-        for each in replacement["input_mapping"]:
-            if each.get("old_id") in widgets:
-                assert shown[each["new_id"]] == values[widgets.index(each["old_id"])]
-            elif "set_value" in each:
-                assert shown[each["new_id"]] == each["set_value"]
+        for item in replacement["input_mapping"]:
+            if item.get("old_id") in widgets:
+                assert shown[item["new_id"]] == values[widgets.index(item["old_id"])]
+            elif "set_value" in item:
+                assert shown[item["new_id"]] == item["set_value"]
     targets = {link: number for number, (*_, inputs, _) in NODES.items() for _, _, link in inputs}
     assert page.evaluate(LINKS) == {
         str(number): [sorted(targets[link] for link in links) for _, _, links in outputs]

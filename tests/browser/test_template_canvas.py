@@ -213,11 +213,11 @@ DROP = """async bytes => {
 def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
     settings = SamplingSettings(160, 128, steps=11, guidance=3.0, sampler="flow_euler", negative_prompt="a blue circle")
     png = encode_png(torch.zeros(3, 128, 160), "a red star", 7, settings._asdict(), "models/sana-posters")
-    found = dict(page.evaluate(DROP, list(png)))
-    assert found["SanaNodesLoader"][0] == "sana-posters (bundled)"
-    assert found["SanaNodesEmptyLatent"] == [160, 128, 1]
-    assert found["SanaNodesSampler"][:5] == [7, "fixed", 11, 3, "flow_euler"]
-    assert {"SanaNodesDecode", "SaveImage"} <= set(found)
+    results = dict(page.evaluate(DROP, list(png)))
+    assert results["SanaNodesLoader"][0] == "sana-posters (bundled)"
+    assert results["SanaNodesEmptyLatent"] == [160, 128, 1]
+    assert results["SanaNodesSampler"][:5] == [7, "fixed", 11, 3, "flow_euler"]
+    assert {"SanaNodesDecode", "SaveImage"} <= set(results)
     queue(page)
     again = page.evaluate("() => app.graph.nodes.find(node => node.type === 'SanaNodesSampler').widgets[0].value")
     assert again == 7

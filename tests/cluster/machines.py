@@ -11,8 +11,10 @@ def add_node(cluster):
 
 def actors():
     """Return the processes of all actors that this process has started, and of no others."""
-    own = {process.pid for process in psutil.Process().children(recursive=True)}
-    named = [process for process in psutil.process_iter(["cmdline"]) if process.pid in own and process.info["cmdline"]]
+    names = {process.pid for process in psutil.Process().children(recursive=True)}
+    named = [
+        process for process in psutil.process_iter(["cmdline"]) if process.pid in names and process.info["cmdline"]
+    ]
     return [process for process in named if process.info["cmdline"][0].startswith("ray::Actor")]
 
 

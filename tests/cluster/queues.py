@@ -45,16 +45,18 @@ def configure(name, address, **share):
     file.write_text(json.dumps({"address": address, **share}))
 
 
-def demo_nodes(*kept, **inputs):
+def demo_nodes(*numbers, **inputs):
     """Return the demo's nodes of those ids, and the inputs of its sampler for SANA Batch Sampler, with `inputs`."""
     demo = json.loads((ROOT / "tests" / "graphs" / "tiny.json").read_text())
-    own = {key: value for key, value in demo["5"]["inputs"].items() if key not in ("denoise", "model_defaults")}
-    return {key: demo[key] for key in kept}, {**own, "chunk": 1, "vae": ["1", 2], **inputs}
+    sampler_inputs = {
+        key: value for key, value in demo["5"]["inputs"].items() if key not in ("denoise", "model_defaults")
+    }
+    return {key: demo[key] for key in numbers}, {**sampler_inputs, "chunk": 1, "vae": ["1", 2], **inputs}
 
 
 def batch_graph(devices, **inputs):
     """Return the graph of a batch of one prompt on those devices, whose pictures are saved."""
-    nodes, own = demo_nodes("1", "2", "3", "4", devices=devices, **inputs)
-    nodes["5"] = {"class_type": "SanaNodesBatchSampler", "inputs": own}
+    nodes, sampler_inputs = demo_nodes("1", "2", "3", "4", devices=devices, **inputs)
+    nodes["5"] = {"class_type": "SanaNodesBatchSampler", "inputs": sampler_inputs}
     nodes["6"] = {"class_type": "SaveImage", "inputs": {"images": ["5", 1], "filename_prefix": devices}}
     return nodes

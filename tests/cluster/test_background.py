@@ -9,38 +9,38 @@ from sana_core.cluster.background import BACKLOG, iterate_in_thread
 
 
 def test_a_slow_caller_bounds_the_results_in_memory():
-    made, done = [], threading.Event()
+    created, finished = [], threading.Event()
 
     def work(alive):
         try:
             for number in range(3 * BACKLOG):
-                made.append(number)
+                created.append(number)
                 yield number
         finally:
-            done.set()
+            finished.set()
 
     results = iterate_in_thread(work, lambda: None, 5.0)
     assert next(results) == 0
     time.sleep(0.5)
     # One was fetched, and one waits for room.
-    assert len(made) == BACKLOG + 2
-    assert list(results) == list(range(1, 3 * BACKLOG)) and done.wait(5)
+    assert len(created) == BACKLOG + 2
+    assert list(results) == list(range(1, 3 * BACKLOG)) and finished.wait(5)
 
 
 @pytest.mark.parametrize("count", [1, 3 * BACKLOG])
 def test_work_ends_when_a_slow_caller_gives_up(count):
-    done = threading.Event()
+    finished = threading.Event()
 
     def work(alive):
         try:
             yield from range(count)
         finally:
-            done.set()
+            finished.set()
 
     results = iterate_in_thread(work, lambda: None, 5.0)
     assert next(results) == 0
     results.close()
-    assert done.wait(5)
+    assert finished.wait(5)
 
 
 def test_an_error_comes_after_all_results():

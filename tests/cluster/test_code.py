@@ -45,14 +45,14 @@ def test_a_checkout_in_the_drivers_folder_draws_nothing(cluster, checkpoint, oth
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sana_core.__main__ import main; sys.exit(main())"
     words = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--report"]
     words += [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    found = {}
+    results = {}
     address = cluster.client_address if client else cluster.address
     for name, more in (("here", []), ("there", ["--cluster", address])):
         command = [sys.executable, "-c", code, *map(str, [*words, "--out", tmp_path / name, *more])]
-        done = subprocess.run(command, cwd=other_checkout, env={**os.environ}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.png")}
-    assert found["here"] == found["there"] and len(found["there"]) == 12
+        process = subprocess.run(command, cwd=other_checkout, env={**os.environ}, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        results[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.png")}
+    assert results["here"] == results["there"] and len(results["there"]) == 12
 
 
 @pytest.mark.timeout(300)

@@ -80,10 +80,12 @@ def words(checkpoint, tmp_path):
     """A function of a cluster and a folder: the words of the command that draws there."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     size = [word for key, value in SIZE.items() for word in (f"--{key}", value)]
-    own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, *size, "--count", COUNT, "--chunk", 2]
+    arguments = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, *size, "--count", COUNT, "--chunk", 2]
 
     def build(address, out):
-        return [str(word) for word in (*own, *(["--cluster", address] if address else []), "--out", tmp_path / out)]
+        return [
+            str(word) for word in (*arguments, *(["--cluster", address] if address else []), "--out", tmp_path / out)
+        ]
 
     return build
 
@@ -114,17 +116,17 @@ def test_a_driver_killed_at_random_moments_draws_each_picture_once(cluster, word
     add_node(cluster)
     out, chance = tmp_path / "out", random.Random(7)
     assert main(words(None, "here")) == 0
-    kept = {}
+    saved = {}
     for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
-        said = end_after(start(words(cluster.address, "out")), out, len(kept) + chance.randint(1, 10), number)
+        said = end_after(start(words(cluster.address, "out")), out, len(saved) + chance.randint(1, 10), number)
         assert "Traceback" not in said and "SIGTERM received" not in said
         if number == signal.SIGINT:
             assert "stopped; all files that were listed are complete" in said and "connecting to the cluster" in said
         times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
-        assert kept.items() <= times.items()
-        kept = times
+        assert saved.items() <= times.items()
+        saved = times
     assert main(words(cluster.address, "out")) == 0
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}.items()
+    assert saved.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}.items()
     assert files(out) == files(tmp_path / "here") and len(files(out)) == 2 * COUNT
 
 
@@ -168,21 +170,21 @@ def test_a_full_shared_disk_ends_the_run_with_a_hint_and_costs_no_picture(words,
     code = (
         f"import sys; sys.path += {[*sys.path, str(Path(__file__).parent)]}; import full_disk; full_disk.run({command})"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", code], capture_output=True, text=True
     )
-    if "unshare" in done.stderr.partition("\n")[0]:
+    if "unshare" in completed.stderr.partition("\n")[0]:
         pytest.skip("no mounts of one's own here")
-    assert done.returncode == 0, done.stderr[-3000:]
-    full, rest, drawn = done.stdout.split("=====\n")
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    full, remaining, drawn = completed.stdout.split("=====\n")
     assert re.search(
         r"out: cannot write into .*/out \(No space left on device\); check its permissions and disk$", full.strip()
     )
     (number,) = re.findall(r"^at least (\d+) of 60 images exist; run the same command for the rest$", full, re.M)
-    (found,) = re.findall(r"^(\d+) of 60 images exist$", rest, re.M)
-    assert 0 < int(number) <= int(found) < 60
-    here = {name: hashlib.sha256(content).hexdigest() for name, content in files(tmp_path / "here").items()}
-    assert json.loads(drawn) == here
+    (matches,) = re.findall(r"^(\d+) of 60 images exist$", remaining, re.M)
+    assert 0 < int(number) <= int(matches) < 60
+    local = {name: hashlib.sha256(content).hexdigest() for name, content in files(tmp_path / "here").items()}
+    assert json.loads(drawn) == local
 
 
 @pytest.fixture

@@ -35,11 +35,11 @@ def graph():
 
     def build(model=("1", 0), **inputs):
         usual = {"model": list(model), "steps": 8, "seed": 3, "count": 2}
-        nodes, own = demo_nodes("1", "3", "4", **{**usual, **inputs})
+        nodes, sampler_inputs = demo_nodes("1", "3", "4", **{**usual, **inputs})
         listed = {"clip": ["1", 1], "prompts": PROMPTS, "instruction": True}
         nodes["2"] = {"class_type": "SanaNodesPromptList", "inputs": listed}
         for devices in ("cluster", "default"):
-            nodes[devices] = {"class_type": "SanaNodesBatchSampler", "inputs": {**own, "devices": devices}}
+            nodes[devices] = {"class_type": "SanaNodesBatchSampler", "inputs": {**sampler_inputs, "devices": devices}}
             latents = {"samples": [devices, 0], "filename_prefix": devices}
             images = {"images": [devices, 1], "filename_prefix": devices}
             nodes[f"{devices} latents"] = {"class_type": "SaveLatent", "inputs": latents}

@@ -53,9 +53,9 @@ def test_a_cluster_draws_with_a_lora(cluster, checkpoint, tmp_path):
     file = tmp_path / "it.safetensors"
     save_adapter(checkpoint, file, much=0.1)
     options = {"width": 128, "height": 128, "steps": 2, "loras": [(str(file), 0.6)]}
-    there = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **options)
-    assert torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **options))
-    assert not torch.equal(there, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
+    remote = sana_core.generate(PROMPTS, checkpoint, cluster=cluster.address, **options)
+    assert torch.equal(remote, sana_core.generate(PROMPTS, checkpoint, **options))
+    assert not torch.equal(remote, sana_core.generate(PROMPTS, checkpoint, **{**options, "loras": []}))
 
 
 @pytest.mark.slow
@@ -66,11 +66,11 @@ def test_best_of_n_on_a_cluster_matches_one_machine(cluster, checkpoint, tmp_pat
     folder = tmp_path / "clip"
     save_clip(folder)
     how = {"seed": 5, "best": 1, "of": 6, "scorer": folder, "width": 64, "height": 64, "steps": 4}
-    here, there = {}, {}
-    expected = sana_core.generate(PROMPTS, checkpoint, report=here, **how)
+    local, remote = {}, {}
+    expected = sana_core.generate(PROMPTS, checkpoint, report=local, **how)
     cluster_of = ClusterSettings(cluster.address)
-    assert torch.equal(sana_core.generate(PROMPTS, checkpoint, cluster=cluster_of, report=there, **how), expected)
-    assert there == here
+    assert torch.equal(sana_core.generate(PROMPTS, checkpoint, cluster=cluster_of, report=remote, **how), expected)
+    assert remote == local
 
 
 @pytest.mark.slow
@@ -240,13 +240,13 @@ def test_an_image_with_nan_fails_alone(cluster, checkpoint, decoded):
 def test_the_command_writes_the_same_files_with_a_cluster_as_without(cluster, checkpoint, tmp_path, capsys):
     add_node(cluster)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
-    own += ["--steps", 4, "--chunk", 2, "--count", 2, "--report"]
+    command = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+    command += ["--steps", 4, "--chunk", 2, "--count", 2, "--report"]
     for name, more in (("here", []), ("there", ["--cluster", cluster.address])):
-        assert main([str(word) for word in (*own, "--out", tmp_path / name, *more)]) == 0, capsys.readouterr().err
+        assert main([str(word) for word in (*command, "--out", tmp_path / name, *more)]) == 0, capsys.readouterr().err
     assert re.search(r"actor 1\): 4", capsys.readouterr().out)
-    here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
-    assert here == there and len(here) == 5
+    local, remote = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert local == remote and len(local) == 5
 
 
 @pytest.fixture
@@ -255,9 +255,9 @@ def command(cluster, checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
 
     def build(*more, steps=4):
-        own = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
-        own += ["--steps", steps, "--chunk", 1, "--count", 4, "--cluster", cluster.address, "--out", tmp_path / "out"]
-        return [str(word) for word in (*own, "--report", *more)]
+        words = ["batch", tmp_path / "prompts.txt", "--checkpoint", checkpoint, "--width", 128, "--height", 128]
+        words += ["--steps", steps, "--chunk", 1, "--count", 4, "--cluster", cluster.address, "--out", tmp_path / "out"]
+        return [str(word) for word in (*words, "--report", *more)]
 
     return build
 
@@ -267,17 +267,17 @@ def command(cluster, checkpoint, tmp_path):
 def test_machines_write_into_a_shared_folder_and_a_second_run_goes_on(cluster, command, tmp_path, capsys):
     add_node(cluster)
     assert main(command("--out-shared")) == 0, capsys.readouterr().err
-    out, here = tmp_path / "out", {}
+    out, local = tmp_path / "out", {}
     for path in out.iterdir():
-        here[path.name] = path.read_bytes()
-    assert len(here) == 9
+        local[path.name] = path.read_bytes()
+    assert len(local) == 9
     (out / "00001_2.png").unlink()
     assert main(command("--out-shared")) == 0
     assert "7 of 8 images exist" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == here
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == local
     # The files equal the files that the driver would have written.
     assert main(command("--out", str(tmp_path / "there"))) == 0
-    assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
+    assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == local
 
 
 @pytest.mark.slow

@@ -60,8 +60,8 @@ def test_the_slurm_script_draws_on_a_cluster_that_asks_for_its_token(slurm, chec
         ]
         words += ["--cluster", f"127.0.0.1:{10000 + 395 * 50}"]
         refused = {**slurm, "RAY_AUTH_MODE": "disabled"}
-        done = subprocess.run(words, cwd=tmp_path, env=refused, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 1 and "nobody answers" in done.stderr and "set its token" in done.stderr
+        process = subprocess.run(words, cwd=tmp_path, env=refused, capture_output=True, text=True, timeout=200)
+        assert process.returncode == 1 and "nobody answers" in process.stderr and "set its token" in process.stderr
     finally:
         os.killpg(job.pid, 9)
 

@@ -23,6 +23,8 @@ def test_a_cluster_draws_what_generate_draws(lasting_cluster, reference):
     for cases in groups.values():
         # pictures of one prompt each, with the same seed
         prompts, settings = [case.prompt for case in cases], options(cases[0], reference)
-        there = sana_core.generate(prompts, POSTERS, cluster=lasting_cluster.address, **settings)
-        for case, picture, expected in zip(cases, there, sana_core.generate(prompts, POSTERS, **settings), strict=True):
+        remote = sana_core.generate(prompts, POSTERS, cluster=lasting_cluster.address, **settings)
+        for case, picture, expected in zip(
+            cases, remote, sana_core.generate(prompts, POSTERS, **settings), strict=True
+        ):
             check("generate --cluster", case, reference, picture, expected)

@@ -31,11 +31,11 @@ def fuzz(kind: str, examples: int, seed: int) -> int | None:
     """Return how many examples of `kind` held, with `examples` of each test; None if one did not."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
-        own = {"FUZZ_PROFILE": "fuzz", "EXAMPLES": str(examples), "FUZZ_COUNTS": str(counts)}
+        options = {"FUZZ_PROFILE": "fuzz", "EXAMPLES": str(examples), "FUZZ_COUNTS": str(counts)}
         words = [sys.executable, "-m", "pytest", "-c", ROOT / "tests" / "pytest.ini", "-o", "timeout=0", "--tb=short"]
         words += ["--basetemp", Path(folder) / "pytest", "--hypothesis-seed", seed, FOLDER / f"test_fuzzed_{kind}.py"]
-        done = subprocess.run(list(map(str, words)), cwd=ROOT, env={**os.environ, **own})
-        return json.loads(counts.read_text())[kind] if done.returncode == 0 else None
+        process = subprocess.run(list(map(str, words)), cwd=ROOT, env={**os.environ, **options})
+        return json.loads(counts.read_text())[kind] if process.returncode == 0 else None
 
 
 def main() -> int:
@@ -48,9 +48,9 @@ def main() -> int:
     end, failed = time.monotonic() + 60 * arguments.minutes, set[str]()
     while True:
         total = json.loads(RESULTS.read_text())["examples"] if RESULTS.exists() else {}
-        left = [kind for kind in set(arguments.kinds) - failed if total.get(kind, 0) < arguments.examples]
+        remaining = [kind for kind in set(arguments.kinds) - failed if total.get(kind, 0) < arguments.examples]
         # the kind that is the furthest behind
-        kind = min(left, key=lambda kind: total.get(kind, 0), default=None)
+        kind = min(remaining, key=lambda kind: total.get(kind, 0), default=None)
         if kind is None or time.monotonic() > end:
             return len(failed)
         seed, began = random.SystemRandom().randrange(2**32), time.monotonic()

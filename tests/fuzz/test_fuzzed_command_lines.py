@@ -137,20 +137,20 @@ def harmless(line):
     """The line without paths that leave the folder, pictures that take long, and flags that reach elsewhere."""
     # No path here is absolute or leads to a parent, and no system passes a word with \0 to a program.
     line = [re.sub(r"(^|=)[/\\]+", r"\1", re.sub(r"\.{2,}", ".", word.replace("\0", ""))) for word in line]
-    kept = []
+    saved = []
     for word in line:
         flag, _, value = word.partition("=")
         if len(flag) > 3 and any(name.startswith(flag) for name in NOT_HERE):
             continue
-        kept.append(word)
-    for at, word in enumerate(kept):
+        saved.append(word)
+    for at, word in enumerate(saved):
         flag, joined, value = word.partition("=")
         most = [most for name, most in LARGEST.items() if len(flag) > 2 and name.startswith(flag)]
         if joined and most:
-            kept[at] = f"{flag}={smaller(value, most[0])}"
-        elif most and at + 1 < len(kept):
-            kept[at + 1] = smaller(kept[at + 1], most[0])
-    return kept
+            saved[at] = f"{flag}={smaller(value, most[0])}"
+        elif most and at + 1 < len(saved):
+            saved[at + 1] = smaller(saved[at + 1], most[0])
+    return saved
 
 
 def smaller(word, most):

@@ -32,7 +32,7 @@ def test_logs(survives, tmp_path_factory, content):
         assert before == sorted(before, key=order) and len(set(map(order, before))) == len(before)
         append_log(folder, {"step": 5, "loss": 0.25})
         assert (folder / "log.jsonl").read_bytes().startswith(content)
-        kept = [line for line in before if order(line) < (5, False)]
-        assert read_log(folder) == [*kept, {"step": 5, "loss": 0.25}]
+        saved = [line for line in before if order(line) < (5, False)]
+        assert read_log(folder) == [*saved, {"step": 5, "loss": 0.25}]
 
     survives(read)

@@ -39,8 +39,8 @@ REPORT = re.compile(r"loras/it\.safetensors: (\d+) of (\d+) layers fit(, not .*)
 def models(loaded, host):
     """MODEL and CLIP. The shapes of their weights equal the table."""
     model, clip, _ = loaded
-    own = {name: tuple(weight.shape) for name, weight in model.model.diffusion_model.named_parameters()}
-    assert WEIGHTS.items() - {(name.removesuffix(".weight"), shape) for name, shape in own.items()} == {
+    names = {name: tuple(weight.shape) for name, weight in model.model.diffusion_model.named_parameters()}
+    assert WEIGHTS.items() - {(name.removesuffix(".weight"), shape) for name, shape in names.items()} == {
         ("text_encoder.layers.0.self_attn.q_proj", (16, 16))
     }
     (host.models / "loras").mkdir(exist_ok=True)
@@ -113,8 +113,8 @@ def files(draw):
         ends = adapter(draw(st.sampled_from(ADAPTERS)), shape, down, up)
         for end in draw(st.sets(st.sampled_from(sorted(EXTRA)), max_size=2)):
             ends.setdefault(end, EXTRA[end] if EXTRA[end] is not None else (shape[0], *[1] * (len(shape) - 1)))
-        for end, own in ends.items():
-            tensors[layer + end] = (own, dtype, draw(st.sampled_from([0.1, 0.1, 1.0])))
+        for end, shapes in ends.items():
+            tensors[layer + end] = (shapes, dtype, draw(st.sampled_from([0.1, 0.1, 1.0])))
     for _ in range(draw(st.integers(0, 3))):
         key = draw(st.sampled_from(sorted(tensors)))
         shape, dtype, factor = tensors[key]
@@ -146,12 +146,12 @@ def files(draw):
 def written(file, tensors, metadata):
     """Write the file; return whether all its numbers are such that they change a weight."""
     generator = torch.Generator().manual_seed(0)
-    made = {}
+    created = {}
     for key, (shape, dtype, factor) in tensors.items():
         numbers = (torch.rand(shape, generator=generator) + 0.5) * factor
-        made[key] = numbers.to(getattr(torch, dtype))
-    save_file(made, file, metadata)
-    return all(map(differs, made.values()))
+        created[key] = numbers.to(getattr(torch, dtype))
+    save_file(created, file, metadata)
+    return all(map(differs, created.values()))
 
 
 def differs(tensor):

@@ -86,5 +86,5 @@ def changed_lines(draw):
 def test_settings(survives, tmp_path_factory, content):
     file = tmp_path_factory.getbasetemp() / "run.toml"
     file.write_bytes(content)
-    found = survives(lambda: read_settings(file), "run.toml")
-    assert found is None or isinstance(found, TrainingSettings)
+    result = survives(lambda: read_settings(file), "run.toml")
+    assert result is None or isinstance(result, TrainingSettings)

@@ -56,7 +56,7 @@ def test_plans(survives, variant, width, height, batch, dtype, vae):
 def test_schedules(survives, name, steps, shift, denoise, strength):
     def sample():
         flow = sampling.find_sampler(name)
-        line = schedules.trim_schedule(lambda whole: flow.sigmas(whole, shift), steps, denoise)
+        line = schedules.trim_schedule(lambda steps_in_all: flow.sigmas(steps_in_all, shift), steps, denoise)
         if len(line):
             line = schedules.last_steps(line, strength)
         if len(line):
@@ -212,10 +212,12 @@ def links(loaded, host):
 def executed(host, links, name, options):
     """What the node of that name gives for the usual numbers, but for `options`."""
     node = host.nodes.NODE_CLASS_MAPPINGS[name]
-    given = {**links, **USUAL, **OWN.get(name, {}), **options}
+    arguments = {**links, **USUAL, **OWN.get(name, {}), **options}
     # The executor runs nodes in inference mode too.
     with torch.inference_mode():
-        return node.execute(**{each.id: given[each.id] for each in node.GET_SCHEMA().inputs if each.id in given})
+        return node.execute(
+            **{item.id: arguments[item.id] for item in node.GET_SCHEMA().inputs if item.id in arguments}
+        )
 
 
 @pytest.mark.parametrize("name", sorted(set(NODES) - {"SanaNodesSprint"}))

@@ -29,9 +29,9 @@ def state(tmp_path_factory):
 
 
 def look(state):
-    found = read_state(state)
-    same = {name: torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items()}
-    assert all(same.values()) and found._replace(tensors={}) == STATE._replace(tensors={})
+    result = read_state(state)
+    same = {name: torch.equal(result.tensors[name], tensor) for name, tensor in TENSORS.items()}
+    assert all(same.values()) and result._replace(tensors={}) == STATE._replace(tensors={})
 
 
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors"])

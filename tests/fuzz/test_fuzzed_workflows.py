@@ -253,17 +253,17 @@ def affordable(graph):
     It lets values through where links belong, also to its own nodes, and a link of an input that the node has not may
     end its only worker, there or behind the node that it names, as a name does that its log cannot write.
     """
-    whole = graph.get("load") == api(COMMON)["load"]
+    loads_the_demo = graph.get("load") == api(COMMON)["load"]
     for key, node in graph.items():
         if not isinstance(node["inputs"], dict):
             continue
-        known = KNOWN.get(node.get("class_type")) if isinstance(node.get("class_type"), str) else None
+        known_inputs = KNOWN.get(node.get("class_type")) if isinstance(node.get("class_type"), str) else None
         for name, value in list(node["inputs"].items()):
             if name in SOCKETS and not is_link(value) and not str(node.get("class_type")).startswith("SanaNodes"):
                 del node["inputs"][name]
-            elif is_link(value) and name not in (known or ()):
+            elif is_link(value) and name not in (known_inputs or ()):
                 node["inputs"][name] = ["load", 0]
-                if key == "load" or not whole or not name.isprintable():
+                if key == "load" or not loads_the_demo or not name.isprintable():
                     del node["inputs"][name]
             elif name in LARGEST:
                 node["inputs"][name] = smaller(value, LARGEST[name])
@@ -332,7 +332,7 @@ def client(small, tmp_path_factory):
     save_file(pair, models / "loras" / "it.safetensors")
     with start_server("fuzz-server", tmp_path_factory.mktemp("output")) as server:
         host, _, port = server.address.partition(":")
-        (process,) = [each for each in psutil.Process().children() if port in each.cmdline()]
+        (process,) = [item for item in psutil.Process().children() if port in item.cmdline()]
         with connect(f"ws://{server.address}/ws?clientId=fuzz", max_size=None) as events:
             posts = http.client.HTTPConnection(host, int(port), timeout=PATIENCE * SECONDS)
             yield Client(posts, events, process, server.log)

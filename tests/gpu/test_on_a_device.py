@@ -46,11 +46,11 @@ def test_a_step_is_as_near_the_cpu_s_as_the_library_s(device, dtype, blocks, sma
     x, embeds = noise(2, 32, side, side), noise(2, 20, model.config.caption_channels, seed=1)
     mask, time = torch.ones(2, 20), torch.full((2,), 500.0)
     mask[0, 7:] = 0
-    rounded = [each.to(dtype) for each in (x, embeds)]
+    rounded = [item.to(dtype) for item in (x, embeds)]
     exact = blocks().to(dtype).float()
-    truth = exact(*(each.float() for each in rounded), time, encoder_attention_mask=mask).sample
+    truth = exact(*(item.float() for item in rounded), time, encoder_attention_mask=mask).sample
     model = model.to(device, dtype)
-    x, embeds, mask, time = (each.to(device) for each in (*rounded, mask, time))
+    x, embeds, mask, time = (item.to(device) for item in (*rounded, mask, time))
     constants = prepare(model, embeds, mask, side, side)
     assert constants.kernels == kernels_on(device, dtype)
     library = model(x, embeds, time, encoder_attention_mask=mask).sample
@@ -104,10 +104,10 @@ def test_a_text_is_encoded_as_on_the_cpu(device):
     prompts = ["a red circle on a blue background", "a small green triangle"]
     truth, mask = encode_prompts(load_text_encoder(CHECKPOINT), prompts, True)
     for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        got, own = encode_prompts(load_text_encoder(CHECKPOINT, device, dtype), prompts, True)
-        assert torch.equal(own.cpu(), mask)
-        kept = mask.bool()
-        assert error(got.float().cpu()[kept], truth[kept]) <= allowed
+        got, expected = encode_prompts(load_text_encoder(CHECKPOINT, device, dtype), prompts, True)
+        assert torch.equal(expected.cpu(), mask)
+        valid = mask.bool()
+        assert error(got.float().cpu()[valid], truth[valid]) <= allowed
 
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]

@@ -73,16 +73,16 @@ def custom_graph(base_graph):
 
 
 @pytest.fixture
-def put(host):
+def install(host):
     """A function that saves tensors into one of ComfyUI's folders and takes them away after the test."""
-    made = []
+    created = []
 
     def save(kind, name, tensors, **metadata):
-        made.append(layouts.save(tensors, host.models / kind / name, **metadata))
+        created.append(layouts.save(tensors, host.models / kind / name, **metadata))
         return name
 
     yield save
-    for path in made:
+    for path in created:
         path.unlink(missing_ok=True)
 
 
@@ -96,7 +96,7 @@ def controlled(host):
 
 
 @pytest.fixture
-def told(host, monkeypatch):
+def node_texts(host, monkeypatch):
     """A list of (node, text): the texts that the host shows under nodes."""
     shown = []
     monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: shown.append((node, text)))
@@ -143,14 +143,14 @@ def tokenizer(checkpoint):
 
 
 @pytest.fixture
-def single_files(put, checkpoint, tokenizer):
+def single_files(install, checkpoint, tokenizer):
     """Loader nodes over single files that hold the bundled checkpoint's components."""
     transformer, config = component(checkpoint, "transformer")
-    put("diffusion_models", "sana.safetensors", transformer, config=config)
+    install("diffusion_models", "sana.safetensors", transformer, config=config)
     gemma, config = component(checkpoint, "text_encoder")
-    put("text_encoders", "gemma.safetensors", {**gemma, **tokenizer}, config=config)
+    install("text_encoders", "gemma.safetensors", {**gemma, **tokenizer}, config=config)
     vae, config = component(checkpoint, "vae")
-    put("vae", "dc-ae.safetensors", vae, config=config)
+    install("vae", "dc-ae.safetensors", vae, config=config)
     return {
         "model": ("SanaNodesModelLoader", {"model_name": "sana.safetensors"}),
         "clip": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma.safetensors"}),

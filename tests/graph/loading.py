@@ -29,8 +29,8 @@ def through(graph, node, name="patch", **inputs):
 
 def ksampler(graph, **inputs):
     """`graph` with core's KSampler in the place of SANA Sampler."""
-    kept = {key: graph["sample"][1][key] for key in KEPT}
-    return {**graph, "sample": ("KSampler", {**kept, **KSAMPLER, **inputs})}
+    saved = {key: graph["sample"][1][key] for key in KEPT}
+    return {**graph, "sample": ("KSampler", {**saved, **KSAMPLER, **inputs})}
 
 
 def controlled(graph, name, image, reference="diffusers", vae=True, **strength):

@@ -98,12 +98,12 @@ def by_maker(folder, name):
 @pytest.fixture
 def folder(host):
     """A folder in ComfyUI's of LoRAs, for one test."""
-    made = host.models / "loras" / "own"
-    made.mkdir(parents=True)
-    yield made
-    for file in made.iterdir():
+    path = host.models / "loras" / "own"
+    path.mkdir(parents=True)
+    yield path
+    for file in path.iterdir():
         file.unlink()
-    made.rmdir()
+    path.rmdir()
 
 
 def caught_models(monkeypatch):
@@ -136,14 +136,14 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
         graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
         graph["lora"] = (loader, {"model": ["load", 0], "lora_name": f"own/{file.name}", "strength_model": 1.0})
         patcher = host.run({**graph, "catch": ("Catch", {"value": ["lora", 0], "name": "model"})})["model"]
-        found = patcher.get_key_patches("diffusion_model.").items()
+        result = patcher.get_key_patches("diffusion_model.").items()
         return {
             key.removeprefix("diffusion_model."): calculate_weight(patches, weight.clone(), key)
-            for key, ((weight, _), *patches) in found
+            for key, ((weight, _), *patches) in result
         }
 
-    def generate(file, **own):
-        sana_core.generate([PROMPT], checkpoint, loras=[(str(file), 1.0)], **SIZE, **own)
+    def generate(file, **options):
+        sana_core.generate([PROMPT], checkpoint, loras=[(str(file), 1.0)], **SIZE, **options)
         return weights()
 
     def batch(file):
@@ -160,7 +160,7 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
     def actor(file):
         path = str(checkpoint)
         settings = resolve_settings(SamplingSettings(64, 64, steps=1), path)._replace(loras=((str(file), 1.0),))
-        described = {each: fingerprint(each) for each in (path, str(file))}
+        described = {item: fingerprint(item) for item in (path, str(file))}
         worker.Worker(worker.Job(settings, described, path, path, path).pack()).load(1, {})
         return weights()
 
@@ -176,12 +176,12 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
 
 def difference(weights, plain, changes):
     """How far `weights` are from those to which the maker's `changes` make `plain`."""
-    found = []
+    results = []
     for layer, change in changes.items():
         before = plain.get_submodule(layer).weight.double()
         added = (weights[f"{layer}.weight"].double() - before)[:: len(before) // len(change)]
-        found.append(float((added - change.double()).norm() / change.double().norm()))
-    return max(found)
+        results.append(float((added - change.double()).norm() / change.double().norm()))
+    return max(results)
 
 
 @pytest.mark.parametrize("name", [*PEFT, *MADE])
@@ -212,8 +212,8 @@ def test_what_is_refused_is_refused_in_one_line_by_all(folder, ways, name):
             f"base_model.model.{LAYERS[0]}.lora_A.weight": torch.ones(4, 160),
             f"base_model.model.{LAYERS[0]}.lora_B.weight": torch.ones(160, 4),
         }
-        own = {"peft_type": "LORA", "init_lora_weights": "pissa"} if "pissa" in name else {"peft_type": "ADALORA"}
-        (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, **own}))
+        options = {"peft_type": "LORA", "init_lora_weights": "pissa"} if "pissa" in name else {"peft_type": "ADALORA"}
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, **options}))
     file = layouts.save(tensors, folder / "adapter_model.safetensors")
     for way, weights_of in ways[0].items():
         with pytest.raises((ValueError, NodeError)) as caught:

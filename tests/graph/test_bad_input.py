@@ -59,26 +59,26 @@ def test_nan_and_infinity_in_the_widget(host, fails, base_graph):
 
 def test_a_latent_of_four_channels(host, fails, base_graph):
     graph = {**base_graph(), "four": ("AnyValue", {"value": {"samples": torch.randn(1, 4, 8, 8)}})}
-    wanted = r"got a latent of shape \[1, 4, 8, 8\], expected \[batch, 32, height / 32, width / 32\]"
+    message = r"got a latent of shape \[1, 4, 8, 8\], expected \[batch, 32, height / 32, width / 32\]"
     for node, field in (("sample", "latent_image"), ("decode", "samples")):
         wrong = {**graph, node: (graph[node][0], {**graph[node][1], field: ["four", 0]})}
-        fails(wrong, f"^{field}: {wanted}")
+        fails(wrong, f"^{field}: {message}")
     decode = ("VAEDecode", {"samples": ["four", 0], "vae": ["load", 2]})
-    fails({**graph, "decode": decode}, f"^samples: {wanted}")
-    fails(ksampler(graph, latent_image=["four", 0]), f"^latent_image: {wanted}")
+    fails({**graph, "decode": decode}, f"^samples: {message}")
+    fails(ksampler(graph, latent_image=["four", 0]), f"^latent_image: {message}")
 
 
 @pytest.fixture
 def folder(host, checkpoint):
     """A function that puts a copy of the checkpoint into models/diffusers, to be broken by the test."""
-    made = []
+    created = []
 
     def make(name):
-        made.append(shutil.copytree(checkpoint, host.models / "diffusers" / name))
-        return made[-1]
+        created.append(shutil.copytree(checkpoint, host.models / "diffusers" / name))
+        return created[-1]
 
     yield make
-    for path in made:
+    for path in created:
         shutil.rmtree(path)
 
 
@@ -147,10 +147,10 @@ def test_a_folder_with_a_broken_file(fails, folder, place, content, pattern):
         ),
     ],
 )
-def test_quantised_weights_without_their_table(fails, put, checkpoint, table, pattern):
+def test_quantised_weights_without_their_table(fails, install, checkpoint, table, pattern):
     tensors, config = component(checkpoint, "transformer")
     tensors["transformer_blocks.0.attn1.to_q.weight_scale"] = torch.ones(())
-    name = put("diffusion_models", "quantised.safetensors", tensors, config=config, _quantization_metadata=table)
+    name = install("diffusion_models", "quantised.safetensors", tensors, config=config, _quantization_metadata=table)
     graph = {**load(name), "load": ("SanaNodesModelLoader", {"model_name": name})}
     fails(graph, pattern)
 
@@ -161,9 +161,9 @@ def test_names_that_are_not_on_the_list(host, fails, name):
     graph = load("")
     graph["name"] = ("AnyValue", {"value": name})
     graph["load"][1]["model"] = ["name", 0]
-    for each in (load(name), graph):
+    for item in (load(name), graph):
         fails(
-            each,
+            item,
             r"^model: got .*, expected one of .*sana-posters \(bundled\); put diffusers folders into models/diffusers",
         )
 

@@ -65,10 +65,10 @@ def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, cust
 def test_model_sampling_of_another_kind_in_core_s_sampler(host, base_graph):
     """In ours too, of each node: test_core_nodes_table.py."""
     graph = through(base_graph(), "ModelSamplingDiscrete", sampling="eps", zsnr=False)
-    wanted = (
+    message = (
         r"^model: got a ModelSampling of another kind \(\w+, \w+\), expected flow matching; remove that node, or use "
     )
-    assert re.search(wanted, error(host, ksampler(graph)))
+    assert re.search(message, error(host, ksampler(graph)))
 
 
 def test_model_sampling_of_the_same_kind_with_another_shift(host, base_graph):
@@ -86,12 +86,12 @@ def test_model_sampling_of_the_same_kind_with_another_shift(host, base_graph):
 def test_a_batch_that_has_no_picture_for_each_prompt(host, base_graph, pictures):
     graph = base_graph(batch_size=pictures)
     graph["positive"] = ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": "a\nb\nc", "instruction": True})
-    wanted = (
+    message = (
         f"positive: got 3 prompts for a batch of {pictures}, expected a batch_size of 3; set it so, "
         "or use SANA Batch Sampler"
     )
-    assert error(host, graph) == wanted
-    assert error(host, ksampler(graph)) == wanted
+    assert error(host, graph) == message
+    assert error(host, ksampler(graph)) == message
 
 
 def test_a_batch_that_the_prompts_fill_twice(host, base_graph):
@@ -143,13 +143,13 @@ def test_the_models_of_others(host, base_graph):
     config = comfy.supported_models_base.BASE({"disable_unet_model_creation": True})
     model = comfy.model_base.BaseModel(config, comfy.model_base.ModelType.FLOW)
     other = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    wanted = "model: got BaseModel, expected a SANA model; use SANA Loader"
+    message = "model: got BaseModel, expected a SANA model; use SANA Loader"
     for node, inputs in (("SanaNodesPAG", {"scale": 2.0}), ("SanaNodesGuidanceInterval", {"start": 0.0, "end": 1.0})):
         graph = base_graph()
         graph["other"] = ("AnyValue", {"value": other})
         graph["sample"][1]["model"] = ["other", 0]
-        assert error(host, graph) == wanted
-        assert error(host, through(graph, node, **inputs)) == wanted
+        assert error(host, graph) == message
+        assert error(host, through(graph, node, **inputs)) == message
 
 
 @pytest.mark.parametrize("steps, denoise, guidance", [(1, 1.0, 1.0), (1, 0.01, 0.0), (2, 0.5, 1.0), (20, 0.999, 4.5)])

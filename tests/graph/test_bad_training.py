@@ -34,11 +34,11 @@ NAMES = (
 def pictures(host):
     """A function that puts pictures and captions {name: (width, height) or bytes, or text} into input/NAME."""
     root = host.models.parent / "input"
-    made = []
+    created = []
 
     def put(name, files):
         (root / name).mkdir(parents=True)
-        made.append(root / name)
+        created.append(root / name)
         for file, content in files.items():
             if isinstance(content, tuple):
                 rows = np.linspace(0, 255, content[0] * content[1] * 3).astype(np.uint8)
@@ -50,7 +50,7 @@ def pictures(host):
         return name
 
     yield put
-    for folder in made:
+    for folder in created:
         shutil.rmtree(folder)
 
 
@@ -61,13 +61,13 @@ PAIR = {"a.png": (128, 128), "a.txt": "a grey picture"}
 def refused(host, train_node, pictures):
     """A function of SANA Train's and its settings' inputs and a pattern: the graph fails so, and leaves nothing."""
 
-    def run(pattern, before=None, load=None, **own):
+    def run(pattern, before=None, load=None, **options):
         graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny", **(load or {})}), **(before or {})}
         graph["data"] = ("SanaNodesDataset", {"folder": pictures("bad", PAIR), "resolution": 128})
         inputs = {"name": "refused", "rank": 4, "steps": 2, "learning_rate": 1e-3, "batch_size": 1}
         links = {"model": [list(graph)[-2], 0], "dataset": ["data", 0]}
-        graph |= {f"{field} value": ("AnyValue", {"value": value}) for field, value in own.items()}
-        train_node(graph, **{**links, **inputs, **{field: [f"{field} value", 0] for field in own}})
+        graph |= {f"{field} value": ("AnyValue", {"value": value}) for field, value in options.items()}
+        train_node(graph, **{**links, **inputs, **{field: [f"{field} value", 0] for field in options}})
         with pytest.raises(NodeError) as caught:
             host.run(graph)
         message = str(caught.value)
@@ -133,8 +133,8 @@ def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
     node = host.nodes.NODE_CLASS_MAPPINGS[kind]
     inputs = node.GET_SCHEMA().inputs
     links = {"model": "load", "dataset": "data"}
-    sockets = {each.id: links[each.id] for each in inputs if each.id in links}
-    widgets = {each.id: each for each in inputs if hasattr(each, "default")}
+    sockets = {item.id: links[item.id] for item in inputs if item.id in links}
+    widgets = {item.id: item for item in inputs if hasattr(item, "default")}
     good = {name: widget.default for name, widget in widgets.items()}
     if kind == "SanaNodesDataset":
         good["folder"] = "cyanotypes (bundled)"
@@ -179,17 +179,17 @@ CONTROLNET = {
 
 
 @pytest.mark.parametrize("name", [*CONTROLNET, "existing_lora", "regularisation"])
-def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, put, controlled, name):
+def test_a_controlnet_refuses_settings_that_only_a_lora_has(host, train_node, install, controlled, name):
     graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
     graph["data"] = ("SanaNodesDataset", {"folder": controlled, "resolution": 128})
-    own = CONTROLNET.get(name, ["data", 0])
+    value = CONTROLNET.get(name, ["data", 0])
     if name == "existing_lora":
-        own = put("loras", "some.safetensors", {"a": torch.zeros(1)})
+        value = install("loras", "some.safetensors", {"a": torch.zeros(1)})
     train_node(
         graph,
         "SanaNodesTrainControlNet",
         **{"model": ["load", 0], "dataset": ["data", 0], "name": "refused", "blocks": 3, "steps": 1},
-        **{"learning_rate": 1e-3, "batch_size": 1, name: own},
+        **{"learning_rate": 1e-3, "batch_size": 1, name: value},
     )
     with pytest.raises(NodeError, match=f"^{name}: got .* for a ControlNet, which has no use for it; reset it in SANA"):
         host.run(graph)
@@ -233,10 +233,10 @@ def test_a_model_with_patches(refused, found):
     refused(f"^model: got a patch that training does not see {found}, expected the model alone", PATCHED[found])
 
 
-def test_a_model_with_a_lora(refused, host, put):
+def test_a_model_with_a_lora(refused, host, install):
     from test_lora import written
 
-    name = put("loras", "style.safetensors", written("diffusers"))
+    name = install("loras", "style.safetensors", written("diffusers"))
     lora = patched("SanaNodesLoraLoader", lora_name=name, strength_model=1.0)
     refused(r"^model: got a patch that training does not see \(LoRA\), expected the model alone; connect", lora)
 
@@ -347,18 +347,20 @@ def test_folders_outside_of_the_input_folder(host, folder):
         host.output_of("SanaNodesDataset", linked={"folder": folder}, resolution=128)
 
 
-def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(host, pictures, told):
+def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(host, pictures, node_texts):
     files = {f"{index}.png": (128, 128) for index in range(7)} | {"wide.png": (300, 100), "small.png": (40, 40)}
     name = pictures("sheet", files | {f"{file[:-4]}.txt": "words " * 20 for file in files})
     seen = look(host, name)
-    assert told == [("data", "9 images: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred")]
+    assert node_texts == [
+        ("data", "9 images: 8 of 128 x 128, 1 of 256 x 64; 1 are smaller than that and will be blurred")
+    ]
     # six columns: two rows of the first shape, one of the second, each below a line of its own
     assert seen["sheet"].shape == (1, 32 + 2 * 40 + 3 * 222, 32 + 6 * 200, 3)
     assert tuple(seen["dataset"]) == (str(host.models.parent / "input" / "sheet"), 128)
     look(host, name, keep_cache=True)
-    assert len(told) == 1
+    assert len(node_texts) == 1
     (host.models.parent / "input" / "sheet" / "wide.txt").write_text("another caption")
     look(host, name, keep_cache=True)
-    assert len(told) == 2
+    assert len(node_texts) == 2
     seen = look(host, "cyanotypes (bundled)")
-    assert told[-1][1] == "20 images: 20 of 128 x 128" and seen["sheet"].std() > 0.1
+    assert node_texts[-1][1] == "20 images: 20 of 128 x 128" and seen["sheet"].std() > 0.1

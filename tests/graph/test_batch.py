@@ -36,16 +36,16 @@ def test_inputs_are_left_as_they_were(host, base_graph):
     before = host.run(
         {key: graph[key] for key in graph if key not in ("sample", "decode", "catch latent", "catch image")}
     )
-    kept = {
+    saved = {
         "samples": before["empty"]["samples"].clone(),
         "embeds": before["positive"][0][0].clone(),
         "options": repr(before["model"].model_options),
     }
     host.run(graph, keep_cache=True)
     assert set(before["empty"]) == {"samples", "downscale_ratio_spacial"}
-    assert torch.equal(before["empty"]["samples"], kept["samples"])
-    assert torch.equal(before["positive"][0][0], kept["embeds"])
-    assert repr(before["model"].model_options) == kept["options"]
+    assert torch.equal(before["empty"]["samples"], saved["samples"])
+    assert torch.equal(before["positive"][0][0], saved["embeds"])
+    assert repr(before["model"].model_options) == saved["options"]
 
 
 def test_cancel_ends_the_sampling_within_a_step_and_the_next_run_is_whole(host, base_graph, watched):

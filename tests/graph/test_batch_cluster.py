@@ -31,9 +31,9 @@ def cluster_graph(base_graph):
 
     def build(**inputs):
         graph = base_graph()
-        own = {key: value for key, value in graph["sample"][1].items() if key != "denoise"}
-        own |= {"count": 1, "devices": "cluster", "chunk": 0, "vae": ["load", 2], **inputs}
-        graph["batch"] = ("SanaNodesBatchSampler", own)
+        options = {key: value for key, value in graph["sample"][1].items() if key != "denoise"}
+        options |= {"count": 1, "devices": "cluster", "chunk": 0, "vae": ["load", 2], **inputs}
+        graph["batch"] = ("SanaNodesBatchSampler", options)
         graph["catch image"] = ("Catch", {"value": ["batch", 1], "name": "image"})
         for key in ("sample", "decode", "catch latent"):
             del graph[key]
@@ -190,8 +190,8 @@ def test_a_controlnet_is_refused_by_name(host, operators_file, cluster_graph):
     graph = cluster_graph()
     graph["positive with"] = ("Catch", {"value": ["positive", 0], "name": "positive"})
     positive = host.run({key: graph[key] for key in ("load", "positive", "positive with")})["positive"]
-    ((embeds, rest),) = positive
-    graph["control"] = ("AnyValue", {"value": {"__value__": [[embeds, {**rest, "control": object()}]]}})
+    ((embeds, extra),) = positive
+    graph["control"] = ("AnyValue", {"value": {"__value__": [[embeds, {**extra, "control": object()}]]}})
     graph["batch"][1]["positive"] = ["control", 0]
     with pytest.raises(NodeError, match="positive: got control, which a cluster cannot use"):
         host.run(graph)

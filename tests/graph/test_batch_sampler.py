@@ -23,7 +23,7 @@ def batch_graph(base_graph):
 
     def build(prompts=PROMPTS, **inputs):
         graph = base_graph(steps=8)
-        own = {"count": 3, "seed": 7, "steps": 8, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": "default"}
+        options = {"count": 3, "seed": 7, "steps": 8, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": "default"}
         links = {
             "model": ["load", 0],
             "positive": ["list", 0],
@@ -33,7 +33,7 @@ def batch_graph(base_graph):
         return {
             **{key: graph[key] for key in ("load", "negative", "empty")},
             "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": prompts, "instruction": True}),
-            "batch": ("SanaNodesBatchSampler", {**links, **own, "chunk": 2, "vae": ["load", 2], **inputs}),
+            "batch": ("SanaNodesBatchSampler", {**links, **options, "chunk": 2, "vae": ["load", 2], **inputs}),
             "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
             "catch image": ("Catch", {"value": ["batch", 1], "name": "image"}),
         }
@@ -44,12 +44,12 @@ def batch_graph(base_graph):
 @pytest.fixture(scope="module")
 def alone(host):
     """A function of prompt and seed: that picture by SANA Sampler, with a batch of one."""
-    known = {}
+    known_names = {}
 
     def draw(base_graph, prompt, seed):
-        if (prompt, seed) not in known:
-            known[prompt, seed] = host.run(base_graph(text=prompt, seed=seed))["image"][0]
-        return known[prompt, seed]
+        if (prompt, seed) not in known_names:
+            known_names[prompt, seed] = host.run(base_graph(text=prompt, seed=seed))["image"][0]
+        return known_names[prompt, seed]
 
     return draw
 
@@ -67,7 +67,7 @@ def test_its_pictures_are_those_of_sana_sampler(host, base_graph, batch_graph, a
 
 
 @pytest.fixture
-def with_lora(put, batch_graph):
+def with_lora(install, batch_graph):
     """A function of overrides: the batch with a random LoRA on every cross-attention's query."""
     random = torch.Generator().manual_seed(1)
     tensors = {}
@@ -75,7 +75,7 @@ def with_lora(put, batch_graph):
         for part, shape in (("lora_A", (4, 160)), ("lora_B", (160, 4))):
             name = f"transformer.transformer_blocks.{block}.attn2.to_q.{part}.weight"
             tensors[name] = torch.randn(shape, generator=random) * 0.2
-    put("loras", "batch.safetensors", tensors)
+    install("loras", "batch.safetensors", tensors)
 
     def build(**inputs):
         lora = {"model": ["load", 0], "lora_name": "batch.safetensors", "strength_model": 1.0}
@@ -251,7 +251,7 @@ def test_each_worker_has_a_previewer_of_its_own(host, batch_graph, monkeypatch):
     monkeypatch.setattr(latent_preview.Latent2RGBPreviewer, "decode_latent_to_preview", decode)
     host.run(batch_graph(devices=TWO, chunk=1))
     used = list(seen.values())
-    assert len(used) == 2 and all(len(each) == 1 for each in used) and used[0] != used[1]
+    assert len(used) == 2 and all(len(item) == 1 for item in used) and used[0] != used[1]
 
 
 def test_workers_decode_side_by_side(host, batch_graph, monkeypatch):

@@ -11,19 +11,19 @@ LEVELS = {"fp32": 0.01, "bf16": 0.6, "fp16": 0.07}
 
 
 @pytest.fixture(params=["alone", "with a ControlNet", "with a LoRA"])
-def graph(request, base_graph, put):
+def graph(request, base_graph, install):
     """The base graph, with random weights that are strong enough to see."""
     graph = base_graph()
     if request.param == "with a ControlNet":
         model = random_controlnet(2).bfloat16()
-        put("controlnet", "typed.safetensors", model.state_dict(), config=layouts.with_config(model))
+        install("controlnet", "typed.safetensors", model.state_dict(), config=layouts.with_config(model))
         controlled(graph, "typed.safetensors", torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(7)))
     if request.param == "with a LoRA":
         torch.manual_seed(6)
         layers = [f"diffusion_model.transformer_blocks.1.attn2.{name}.lora" for name in ("to_q", "to_k", "to_v")]
         tensors = {f"{layer}_A.weight": torch.randn(4, 160) / 10 for layer in layers}
         tensors |= {f"{layer}_B.weight": torch.randn(160, 4) / 10 for layer in layers}
-        put("loras", "typed.safetensors", tensors)
+        install("loras", "typed.safetensors", tensors)
         through(graph, "LoraLoaderModelOnly", lora_name="typed.safetensors", strength_model=1.0)
     return graph
 

@@ -17,9 +17,9 @@ def controlnet():
 
 
 @pytest.fixture(params=["diffusers", "original"])
-def file(request, put, controlnet):
+def file(request, install, controlnet):
     tensors = controlnet.state_dict() if request.param == "diffusers" else layouts.nvidia(controlnet, unused=False)
-    return put("controlnet", "control.safetensors", tensors, config=layouts.with_config(controlnet))
+    return install("controlnet", "control.safetensors", tensors, config=layouts.with_config(controlnet))
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def steered(graph, edges, **options):
 def reference(checkpoint, controlnet, edges):
     """A function of the strength: the latent of diffusers' pipeline from the same noise."""
     pipeline = SanaControlNetPipeline.from_pretrained(checkpoint, controlnet=controlnet, dtype=torch.float32)
-    own, euler = pipeline.scheduler, FlowMatchEulerDiscreteScheduler(shift=3.0)
+    current, euler = pipeline.scheduler, FlowMatchEulerDiscreteScheduler(shift=3.0)
     control = {"control_image": edges.movedim(-1, 1) * 2 - 1, "num_inference_steps": 6}
 
     def run(strength, dpm=False):
-        scheduler = own if dpm else euler
+        scheduler = current if dpm else euler
         return drawn_by(pipeline, PROMPT, scheduler, controlnet_conditioning_scale=strength, **control)
 
     return run
@@ -66,8 +66,8 @@ def test_strength_and_percent_are_cores(host, base_graph, file, edges):
     plain = host.run(base_graph(steps=6))["latent"]["samples"]
     assert torch.equal(run(strength=0.0), plain)
     assert torch.equal(run(start_percent=1.0), plain)
-    early, late, whole = run(end_percent=0.5), run(start_percent=0.5), run()
-    assert len({round(float(each.abs().sum()), 3) for each in (plain, early, late, whole)}) == 4
+    early, late, all_steps = run(end_percent=0.5), run(start_percent=0.5), run()
+    assert len({round(float(item.abs().sum()), 3) for item in (plain, early, late, all_steps)}) == 4
 
 
 def test_a_batch_of_other_control_pictures_is_named(host, base_graph, file, edges):

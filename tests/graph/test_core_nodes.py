@@ -65,14 +65,14 @@ def test_core_s_samplers_draw(host, base_graph, sampler_name):
 
 def test_splitting_the_sigmas_in_two_samplings_continues_the_picture(host, custom_graph):
     graph = custom_graph("flow_euler")
-    whole = latent(host, graph)
+    undivided = latent(host, graph)
     graph["split"] = ("SplitSigmas", {"sigmas": ["sigmas", 0], "step": 4})
     graph["no noise"] = ("DisableNoise", {})
     first = {**graph["sample"][1], "sigmas": ["split", 0]}
     graph["first"] = ("SamplerCustomAdvanced", first)
     second = {**first, "sigmas": ["split", 1], "noise": ["no noise", 0], "latent_image": ["first", 0]}
     graph["sample"] = ("SamplerCustomAdvanced", second)
-    torch.testing.assert_close(latent(host, graph), whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(latent(host, graph), undivided, atol=1e-4, rtol=0)
 
 
 def inpaint(graph):
@@ -139,12 +139,12 @@ def test_an_area_in_pixels_is_that_in_percent_and_outside_the_image_it_is_refuse
         draw("ConditioningSetArea", width=64, height=64, x=128, y=0)
 
 
-def test_a_lora_on_a_hook_acts_only_while_its_keyframes_say_so(host, base_graph, put):
+def test_a_lora_on_a_hook_acts_only_while_its_keyframes_say_so(host, base_graph, install):
     generator = torch.Generator().manual_seed(0)
     layer = "diffusion_model.transformer_blocks.2.attn2.to_k.lora"
     tensors = {f"{layer}_A.weight": torch.randn(4, 160, generator=generator)}
     tensors[f"{layer}_B.weight"] = torch.randn(160, 4, generator=generator)
-    name = put("loras", "keys.safetensors", tensors)
+    name = install("loras", "keys.safetensors", tensors)
 
     def run(strength, keyframes):
         graph = base_graph()

@@ -119,9 +119,9 @@ def with_node(host, base_graph, name):
     inputs = {}
     for key, (kind, *options) in groups["required"].items():
         inputs[key] = LINKS.get(kind) if isinstance(kind, str) and kind in LINKS else default(kind, *options or [{}])
-    given = {**inputs, **INPUTS.get(name, {})}
+    arguments = {**inputs, **INPUTS.get(name, {})}
     graph = without(base_graph, name)
-    graph["node"] = (name, {key: value for key, value in given.items() if value is not None})
+    graph["node"] = (name, {key: value for key, value in arguments.items() if value is not None})
     (output,) = {*node.RETURN_TYPES} & {"MODEL", "CLIP", "CONDITIONING"}
     if output == "MODEL":
         graph["sample"][1]["model"] = ["node", 0]
@@ -137,7 +137,7 @@ def with_node(host, base_graph, name):
 
 
 @pytest.mark.parametrize("name, outcome, remark", ROWS, ids=[row[0] for row in ROWS])
-def test_a_row_is_true(host, base_graph, told, caplog, name, outcome, remark):
+def test_a_row_is_true(host, base_graph, node_texts, caplog, name, outcome, remark):
     if name not in host.nodes.NODE_CLASS_MAPPINGS:
         pytest.skip("this ComfyUI does not have it")
     graph = with_node(host, base_graph, name)
@@ -146,12 +146,12 @@ def test_a_row_is_true(host, base_graph, told, caplog, name, outcome, remark):
             host.run(graph)
         return
     expected = host.run(without(base_graph, name))["image"]
-    told.clear()
+    node_texts.clear()
     caplog.set_level("INFO")
     got = host.run(graph)["image"]
     assert got.isfinite().all()
     difference = 255 * (got - expected).abs().mean()
-    said = [text for node, text in told if node in ("sample", "positive")]
+    said = [text for node, text in node_texts if node in ("sample", "positive")]
     lines = [line for line in said if "SANA" in line or "averaged" in line]
     if outcome == "no effect":
         line = f"{NAMED.get(name, name)} has no effect on SANA"

@@ -22,14 +22,14 @@ def lines(host, monkeypatch):
     monkeypatch.setattr(pack("sana_core.doctor.arithmetic"), "SIDE", 4)
 
     def examine():
-        found = host.run(GRAPH)
-        return {line["subject"]: line for line in json.loads(found["json"])["lines"]}, found["report"]
+        result = host.run(GRAPH)
+        return {line["subject"]: line for line in json.loads(result["json"])["lines"]}, result["report"]
 
     return examine
 
 
-def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, put, lines, monkeypatch):
-    put("loras", "mine.safetensors", load_file(ROOT / "demo" / "sana-posters-cyanotype.safetensors"))
+def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, install, lines, monkeypatch):
+    install("loras", "mine.safetensors", load_file(ROOT / "demo" / "sana-posters-cyanotype.safetensors"))
     broken = host.models / "vae" / "broken.safetensors"
     broken.parent.mkdir(exist_ok=True)
     broken.write_bytes(b"\xff" * 100)
@@ -42,25 +42,25 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
     calc.__module__ = "another_pack"
     monkeypatch.setattr(comfy.samplers, "sampling_function", calc)
     try:
-        found, markdown = lines()
+        report, markdown = lines()
     finally:
         broken.unlink()
-    assert found["version"]["got"] and found["memory"]["got"] and "packs" in found
-    assert found["comfy.samplers.sampling_function"]["got"] == "replaced by another_pack"
-    assert "fits custom-" in found["mine.safetensors"]["got"]
-    assert [name for name, line in found.items() if line["verdict"] in ("WRONG", "FAILED")] == ["broken.safetensors"]
+    assert report["version"]["got"] and report["memory"]["got"] and "packs" in report
+    assert report["comfy.samplers.sampling_function"]["got"] == "replaced by another_pack"
+    assert "fits custom-" in report["mine.safetensors"]["got"]
+    assert [name for name, line in report.items() if line["verdict"] in ("WRONG", "FAILED")] == ["broken.safetensors"]
     assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
 
 
 def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
-    told = []
+    messages = []
 
     def interrupt(text, node, sid=None):
-        told.append(text)
+        messages.append(text)
         if "step of two blocks" in text:
             host.nodes.interrupt_processing()
 
     monkeypatch.setattr(host.server, "send_progress_text", interrupt)
     with pytest.raises(InterruptedError):
         host.run(GRAPH)
-    assert "step of two blocks" in told[-1]
+    assert "step of two blocks" in messages[-1]

@@ -206,10 +206,10 @@ CASES = [
 def test_every_input_of_every_node_is_in_the_table(host):
     nodes = {name: node for name, node in host.nodes.NODE_CLASS_MAPPINGS.items() if name.startswith("SanaNodes")}
     assert {name.removeprefix("SanaNodes") for name in nodes} == ROWS.keys() | {"TrainSettings"}
-    for name, (base, others) in ROWS.items():
-        inputs = [each.id for each in nodes[f"SanaNodes{name}"].define_schema().inputs]
-        assert sorted(others) == sorted(inputs), name
-        assert base.keys() <= others.keys(), name
+    for name, (base, other_values) in ROWS.items():
+        inputs = [sananode.id for sananode in nodes[f"SanaNodes{name}"].define_schema().inputs]
+        assert sorted(other_values) == sorted(inputs), name
+        assert base.keys() <= other_values.keys(), name
 
 
 @pytest.fixture(scope="module")
@@ -302,11 +302,11 @@ def sources():
 
 def needed(graph, node):
     """The nodes of `graph` that `node` depends on, and itself."""
-    found = {node: graph[node]}
+    results = {node: graph[node]}
     for value in graph[node][1].values():
         if isinstance(value, list):
-            found |= needed(graph, value[0])
-    return found
+            results |= needed(graph, value[0])
+    return results
 
 
 NOISE = {"samples": torch.randn(1, 32, 2, 2, generator=torch.Generator().manual_seed(2))}
@@ -351,29 +351,29 @@ def values(thing):
     if isinstance(thing, dict):
         return str({str(key): values(value) for key, value in thing.items()})
     if isinstance(thing, list | tuple):
-        return str([values(each) for each in thing])
+        return str([values(item) for item in thing])
     if is_dataclass(thing):
         return str({field.name: values(getattr(thing, field.name)) for field in fields(thing)})
     assert isinstance(thing, str | int | float | bool | np.ndarray | None), type(thing)
     return str(thing)
 
 
-def outcome(host, told, node, inputs):
+def outcome(host, node_texts, node, inputs):
     """What a node does: the values of its outputs, the lines under nodes, or its error."""
     graph = {**sources(), "it": (f"SanaNodes{node}", inputs)}
     catches = {}
     for slot, output in enumerate(host.nodes.NODE_CLASS_MAPPINGS[f"SanaNodes{node}"].define_schema().outputs):
         link = used(graph, output.io_type, ["it", slot], f"use {slot}")
         catches[f"catch {slot}"] = ("Catch", {"value": link, "name": str(slot)})
-    wanted = {}
+    expected = {}
     for name, (kind, links) in catches.items():
-        wanted |= {name: (kind, links), **needed(graph, links["value"][0])}
-    told.clear()
+        expected |= {name: (kind, links), **needed(graph, links["value"][0])}
+    node_texts.clear()
     try:
-        caught = host.run(wanted)
+        caught = host.run(expected)
     except NodeError as error:
         return f"error: {error}"
-    lines = [text for own, text in told if own == "it"]
+    lines = [text for events, text in node_texts if events == "it"]
     return values(caught) + str(lines)
 
 
@@ -381,12 +381,12 @@ BASES = {}
 
 
 @pytest.mark.parametrize("node, name", CASES)
-def test_an_input_changes_what_a_node_does(host, files, told, node, name):
-    inputs, others = ROWS[node]
+def test_an_input_changes_what_a_node_does(host, files, node_texts, node, name):
+    inputs, other_values = ROWS[node]
     if node not in BASES:
-        BASES[node] = outcome(host, told, node, inputs)
+        BASES[node] = outcome(host, node_texts, node, inputs)
     assert not BASES[node].startswith("error: "), BASES[node]
-    assert outcome(host, told, node, {**inputs, name: others[name]}) != BASES[node]
+    assert outcome(host, node_texts, node, {**inputs, name: other_values[name]}) != BASES[node]
 
 
 def other_value(widget):

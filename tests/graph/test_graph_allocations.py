@@ -18,19 +18,19 @@ def test_memory_that_runs_out_anywhere_in_a_graph_harms_nothing_after_it(host, b
     Catch.caught = {}
     host.executor.reset()
     before, failed, tried = len(large_tensors()), 0, numbers(memory.count, 7)
-    for wanted in tried:
+    for number in tried:
         try:
-            with RunsOut(wanted):
+            with RunsOut(number):
                 got = host.run(graph)["image"]
             # smaller strips sum in another order
-            assert (got - expected).abs().max() < 1e-5, wanted
+            assert (got - expected).abs().max() < 1e-5, number
             del got
         except NodeError as error:
             failed += 1
-            assert str(error).startswith("no memory"), (wanted, error)
+            assert str(error).startswith("no memory"), (number, error)
         Catch.caught = {}
         host.executor.reset()
-        assert len(large_tensors()) <= before, wanted
+        assert len(large_tensors()) <= before, number
     assert failed and memory.count > 500
     assert torch.equal(host.run(graph)["image"], expected)
 

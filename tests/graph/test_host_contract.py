@@ -111,12 +111,12 @@ def find(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            thing = importlib.import_module(".".join(parts[:end]))
         except ImportError:
             continue
         for part in parts[end:]:
-            found = getattr(found, part, None)
-        return found
+            thing = getattr(thing, part, None)
+        return thing
     return None
 
 
@@ -126,9 +126,9 @@ def test_functions_are_there_and_take_what_they_took(host, name):
     function = find(name)
     assert function is not None, f"ComfyUI has no {name} any more; nodes/host/{ours} calls it"
     have = list(inspect.signature(function).parameters)
-    missing = [each for each in arguments.split() if each not in have]
+    missing = [argument for argument in arguments.split() if argument not in have]
     assert not missing, f"ComfyUI's {name} takes no {', '.join(missing)} any more but {have}; see nodes/host/{ours}"
-    order = [each for each in have if each in arguments.split()]
+    order = [argument for argument in have if argument in arguments.split()]
     assert order == arguments.split(), f"ComfyUI's {name} takes {have}, in another order; see nodes/host/{ours}"
 
 
@@ -208,13 +208,13 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
 
     compat, patches = pack("nodes.host.compat.internals"), pack("nodes.host.compat.patches")
     model = pack("nodes.host.loading.load_model").load_model(checkpoint)
-    own = {patches.KEEP, patches.CORE_NODES}
-    assert compat.patches_of(model) == own
+    our_kinds = {patches.KEEP, patches.CORE_NODES}
+    assert compat.patches_of(model) == our_kinds
     model.frobnications = {}
-    assert compat.patches_of(model) == own
+    assert compat.patches_of(model) == our_kinds
     model.frobnications["a"] = [print]
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "theirs", print)
-    assert compat.patches_of(model) == {*own, "frobnications", "theirs"}
+    assert compat.patches_of(model) == {*our_kinds, "frobnications", "theirs"}
     with pytest.raises(ValueError, match=r"^model: got a patch that a cluster cannot apply \(frobnications, theirs\)"):
         pack("nodes.host.batch.cluster_batch").check_model(model)
 

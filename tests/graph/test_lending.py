@@ -38,16 +38,16 @@ def files(tmp_path_factory):
 def test_a_guided_step_launches_what_the_engine_does(host, files, monkeypatch, state):
     pytest.importorskip("triton")
     with fake_card(monkeypatch, **state_of(files["1.6B"].stat().st_size, state)) as patch:
-        found = host_counts.guided_step(patch, files["1.6B"]).figures()
+        report = host_counts.guided_step(patch, files["1.6B"]).figures()
     engine, inside = (committed()[stage]["1.6B, 1024 px"] for stage in ("guided_step", "guided_step_in_host"))
     # ComfyUI places each weight itself, so each of the 20 blocks has three products instead of one.
-    assert found["launches"] == engine["launches"] + GUIDANCE + 2 * 20
-    assert found["gigabytes_moved"] == pytest.approx(engine["gigabytes_moved"], rel=0.04)
+    assert report["launches"] == engine["launches"] + GUIDANCE + 2 * 20
+    assert report["gigabytes_moved"] == pytest.approx(engine["gigabytes_moved"], rel=0.04)
     if state == "fits":
-        assert found == inside
+        assert report == inside
     else:
         # under it the weights are copied in the first step, into memory that counts here
-        assert {**found, "peak_megabytes": inside["peak_megabytes"]} == inside
+        assert {**report, "peak_megabytes": inside["peak_megabytes"]} == inside
 
 
 @pytest.mark.parametrize(("state", "passes"), [("half fits", 1), ("--novram", 1), ("dynamic VRAM, half fits", 2)])
@@ -64,12 +64,12 @@ def test_weights_from_the_computer_s_memory_go_to_the_kernels_too(host, files, m
 def test_a_decode_launches_what_the_engine_does(host, files, monkeypatch):
     pytest.importorskip("triton")
     with fake_card(monkeypatch) as patch:
-        found = host_counts.decode(patch, files["dc-ae"]).figures()
+        report = host_counts.decode(patch, files["dc-ae"]).figures()
     engine = committed()["decode"]["1024 px"]
     for name in ("launches", "gigabytes_moved", "weight_copies"):
-        assert found[name] == engine[name]
-    assert found["weight_copies"] == 0
-    assert found == committed()["decode_in_host"]["1024 px"]
+        assert report[name] == engine[name]
+    assert report["weight_copies"] == 0
+    assert report == committed()["decode_in_host"]["1024 px"]
 
 
 @pytest.fixture

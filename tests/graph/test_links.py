@@ -37,12 +37,12 @@ def sockets(host):
 def test_every_socket_refuses_what_is_not_of_its_type(host, linked):
     seen = set()
     for node, schema, socket in sockets(host):
-        good = {each.id: linked.get(each.io_type, getattr(each, "default", None)) for each in schema.inputs}
+        good = {item.id: linked.get(item.io_type, getattr(item, "default", None)) for item in schema.inputs}
         # A choice without a default starts at its first option.
         good |= {
-            each.id: each.options[0]
-            for each in schema.inputs
-            if getattr(each, "options", None) and good[each.id] is None
+            item.id: item.options[0]
+            for item in schema.inputs
+            if getattr(item, "options", None) and good[item.id] is None
         }
         for wrong in WRONG:
             fits = (socket.io_type == "CONDITIONING" and isinstance(wrong, list)) or (wrong is None and socket.optional)

@@ -62,12 +62,12 @@ def check_all_three(got, models):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])
-def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
+def test_an_all_in_one_checkpoint_gives_all_three(host, install, tokenizer, suffix):
     tensors, models = all_in_one(tokenizer)
     if suffix == "pth":
         torch.save({"state_dict": tensors}, host.models / "checkpoints" / "all.pth")
     else:
-        put("checkpoints", "all.safetensors", tensors)
+        install("checkpoints", "all.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": f"all.{suffix}"})})
     text = "SANA 31.7M, 1024 px (position embedding), NVIDIA's layout, bfloat16"
     assert got["0"].model.model_config.text == text
@@ -75,16 +75,16 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, put, tokenizer, suffix):
     (host.models / "checkpoints" / "all.pth").unlink(missing_ok=True)
 
 
-def test_what_core_saves_as_one_checkpoint_loads_again(host, put, tokenizer):
+def test_what_core_saves_as_one_checkpoint_loads_again(host, install, tokenizer):
     """CheckpointSave writes our three objects, the tokenizer with them."""
     tensors, models = all_in_one(tokenizer)
-    put("checkpoints", "all.safetensors", tensors)
+    install("checkpoints", "all.safetensors", tensors)
     inputs = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "filename_prefix": "checkpoints/sana"}
     host.run({"load": ("SanaNodesLoader", {"model": "all.safetensors"}), "save": ("CheckpointSave", inputs)})
     (saved,) = host.output.glob("checkpoints/sana*.safetensors")
     tensors = read_file(saved)
     assert {key.split(".")[0] for key in tensors} == {"model", "text_encoders", "vae"}
-    put("checkpoints", "again.safetensors", tensors)
+    install("checkpoints", "again.safetensors", tensors)
     got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": "again.safetensors"})})
     assert (
         got["0"].model.model_config.text
@@ -101,19 +101,19 @@ def test_choices_through_links_are_checked(host, field, value):
 
 
 @pytest.mark.parametrize("resolution, shift", [("auto", 3.0), ("4096", 6.0), ("512", 3.0)])
-def test_the_resolution_can_be_overridden(host, put, resolution, shift):
-    put("diffusion_models", "sana.safetensors", layouts.transformer().state_dict())
+def test_the_resolution_can_be_overridden(host, install, resolution, shift):
+    install("diffusion_models", "sana.safetensors", layouts.transformer().state_dict())
     patcher = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors", resolution=resolution)
     assert patcher.model.model_sampling.shift == shift
     config = patcher.model.diffusion_model.config
     assert config.sample_size == (1024 if resolution == "auto" else int(resolution)) // 32
     assert config.interpolation_scale == (2.0 if resolution == "4096" else None)
     shown = "1024 px (assumed)" if resolution == "auto" else f"{resolution} px (chosen)"
-    told = f"SANA 31.7M, {shown}, diffusers layout, bfloat16"
-    assert patcher.model.model_config.text == told
+    message = f"SANA 31.7M, {shown}, diffusers layout, bfloat16"
+    assert patcher.model.model_config.text == message
 
 
-def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, put):
+def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, install):
     model = layouts.transformer()
     folder = host.models / "diffusion_models" / "sana"
     model.save_pretrained(folder, max_shard_size="10MB")
@@ -124,13 +124,13 @@ def test_of_a_sharded_model_the_first_file_is_offered_and_stands_for_all(host, p
         file.unlink()
 
 
-def test_a_file_that_went_away_after_it_was_listed_is_named(host, put):
-    name = put("diffusion_models", "gone.safetensors", layouts.transformer().state_dict())
+def test_a_file_that_went_away_after_it_was_listed_is_named(host, install):
+    name = install("diffusion_models", "gone.safetensors", layouts.transformer().state_dict())
     path = host.models / "diffusion_models" / name
-    kept = path.rename(path.with_suffix(".kept"))
+    renamed = path.rename(path.with_suffix(".kept"))
     with pytest.raises(NodeError, match="^model_name: no file 'gone.safetensors' in models/diffusion_"):
         host.output_of("SanaNodesModelLoader", linked={"model_name": name})
-    kept.rename(path)
+    renamed.rename(path)
 
 
 def test_a_missing_released_folder_comes_with_the_command_that_downloads_it(host):
@@ -161,7 +161,7 @@ SMALL = {
 
 
 @pytest.fixture
-def small_gemma(put, spiece, monkeypatch):
+def small_gemma(install, spiece, monkeypatch):
     """A function that puts a small Gemma 2 with its tokenizer among the text encoders, and has core build that size."""
     import comfy.text_encoders.llama as llama
 
@@ -172,7 +172,7 @@ def small_gemma(put, spiece, monkeypatch):
     def make(**changes):
         config = SMALL | changes
         monkeypatch.setattr(llama, "Gemma2_2B_Config", lambda **settings: full(**{**settings, **config}))
-        return put("text_encoders", "gemma_2_2b.safetensors", tensors)
+        return install("text_encoders", "gemma_2_2b.safetensors", tensors)
 
     return make
 
@@ -194,8 +194,8 @@ def test_cores_pixeldit_clip_gives_the_same_embeddings(host, small_gemma, text, 
     (theirs, their_extra), (ours, our_extra) = got["core"][0], got["ours"][0]
     assert ours.shape == theirs.shape == (1, 300, layouts.CAPTION)
     assert torch.equal(our_extra["attention_mask"], their_extra["attention_mask"])
-    kept = our_extra["attention_mask"].bool()
-    torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-4, rtol=0)
+    valid = our_extra["attention_mask"].bool()
+    torch.testing.assert_close(ours[valid], theirs[valid], atol=1e-4, rtol=0)
 
 
 def test_another_clip_is_refused_before_anything_is_encoded(host, small_gemma):
@@ -209,11 +209,11 @@ def test_another_clip_is_refused_before_anything_is_encoded(host, small_gemma):
         host.run(graph)
 
 
-def test_a_fp16_text_encoder_and_vae_run_wider(host, put, tokenizer):
+def test_a_fp16_text_encoder_and_vae_run_wider(host, install, tokenizer):
     gemma = {key: value.half() for key, value in layouts.gemma(vocabulary=750).state_dict().items()}
-    put("text_encoders", "gemma_fp16.safetensors", {**gemma, **tokenizer})
+    install("text_encoders", "gemma_fp16.safetensors", {**gemma, **tokenizer})
     vae = {key: value.half() for key, value in layouts.autoencoder().state_dict().items()}
-    put("vae", "dc-ae_fp16.safetensors", vae)
+    install("vae", "dc-ae_fp16.safetensors", vae)
     clip = host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma_fp16.safetensors")
     vae = host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp16.safetensors")
     assert {p.dtype for p in vae.first_stage_model.parameters()} == {torch.float32}
@@ -230,7 +230,7 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     import folder_paths
     from utils.extra_config import load_extra_path_config
 
-    kept = {kind: (list(paths), kinds) for kind, (paths, kinds) in folder_paths.folder_names_and_paths.items()}
+    saved = {kind: (list(paths), kinds) for kind, (paths, kinds) in folder_paths.folder_names_and_paths.items()}
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(checkpoint, elsewhere / "diffusers" / "mine")
     layouts.save(layouts.transformer().state_dict(), elsewhere / "unet" / "sana.safetensors")
@@ -238,12 +238,12 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
     config.write_text(f"other:\n  base_path: {elsewhere}\n  diffusers: diffusers/\n  diffusion_models: unet/\n")
     try:
         load_extra_path_config(str(config))
-        whole = host.output_of("SanaNodesLoader", model="mine")
-        assert whole.model.model_config.text.startswith("SANA 2.3M, 128 px,")
+        outputs = host.output_of("SanaNodesLoader", model="mine")
+        assert outputs.model.model_config.text.startswith("SANA 2.3M, 128 px,")
         single = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors")
         assert single.model.model_config.text.startswith("SANA 31.7M,")
     finally:
-        folder_paths.folder_names_and_paths.update(kept)
+        folder_paths.folder_names_and_paths.update(saved)
         # the lists that core keeps name the folder, which pytest deletes
         folder_paths.filename_list_cache.clear()
 
@@ -253,13 +253,13 @@ def options_of(host, node, field):
 
 
 @pytest.mark.parametrize("place", ["sub", "author/model", "a b/c-d/e.f", "Efficient-Large-Model/Sana_600M_512px"])
-def test_a_file_is_found_by_the_name_that_a_workflow_from_windows_has(host, put, single_files, place):
+def test_a_file_is_found_by_the_name_that_a_workflow_from_windows_has(host, install, single_files, place):
     """Of each kind, in folders of one, two and three levels, with separators of one system or of both."""
     files = {"model": "diffusion_models", "clip": "text_encoders", "vae": "vae"}
     for part, kind in files.items():
         node, inputs = single_files[part]
         ((field, name),) = inputs.items()
-        listed = put(kind, f"{place}/{name}", read_file(host.models / kind / name))
+        listed = install(kind, f"{place}/{name}", read_file(host.models / kind / name))
         assert listed in options_of(host, node, field)
         find = host.nodes.NODE_CLASS_MAPPINGS[node].find
         expected = host.models / kind / listed
@@ -269,17 +269,17 @@ def test_a_file_is_found_by_the_name_that_a_workflow_from_windows_has(host, put,
             find(names[1].replace(name, f"other{name}"))
 
 
-def test_a_backslash_in_a_name_on_linux_is_part_of_the_name(host, put):
+def test_a_backslash_in_a_name_on_linux_is_part_of_the_name(host, install):
     tensors = layouts.transformer().state_dict()
     for name in ("a\\sana.safetensors", "a/sana.safetensors"):
-        put("diffusion_models", name, tensors)
+        install("diffusion_models", name, tensors)
     find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
     assert find("a\\sana.safetensors").name == "a\\sana.safetensors"
     assert find("a/sana.safetensors").name == "sana.safetensors"
 
 
-def test_a_backslash_leads_to_no_file_outside_the_folder(host, put):
-    put("vae", "secret.safetensors", layouts.autoencoder().state_dict())
+def test_a_backslash_leads_to_no_file_outside_the_folder(host, install):
+    install("vae", "secret.safetensors", layouts.autoencoder().state_dict())
     find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
     for name in ("..\\vae\\secret.safetensors", "sub\\..\\..\\vae/secret.safetensors", "\\vae\\secret.safetensors"):
         with pytest.raises(FileNotFoundError, match="no file"):
@@ -364,18 +364,18 @@ def test_interrupt_is_heard_between_two_tensors(host, base_graph, monkeypatch, p
     assert torch.equal(host.run(base_graph())["image"], expected)
 
 
-def test_what_a_checkpoint_s_notes_say_is_under_each_loader(host, put, told, tokenizer):
+def test_what_a_checkpoint_s_notes_say_is_under_each_loader(host, install, node_texts, tokenizer):
     """A diffusers folder reads prompts in lower case, and a 4K file is beside the config.json of a 1K model."""
     host.output_of("SanaNodesLoader", model="sana-tiny")
-    assert "prompts: read in lower case" in told[-1][1] and told[-1][1].startswith("SANA 2.3M")
-    put("diffusion_models", "shared/Sana_4Kpx.safetensors", layouts.transformer(resolution=4096).state_dict())
+    assert "prompts: read in lower case" in node_texts[-1][1] and node_texts[-1][1].startswith("SANA 2.3M")
+    install("diffusion_models", "shared/Sana_4Kpx.safetensors", layouts.transformer(resolution=4096).state_dict())
     config = host.models / "diffusion_models" / "shared" / "config.json"
     config.write_text(layouts.with_config(layouts.transformer()))
     patcher = host.output_of("SanaNodesModelLoader", model_name="shared/Sana_4Kpx.safetensors")
     config.unlink()
     assert patcher.model.model_sampling.shift == 6.0
-    assert "config.json beside it has 1024 px" in told[-1][1]
+    assert "config.json beside it has 1024 px" in node_texts[-1][1]
     gemma = {**layouts.gemma(vocabulary=750).state_dict(), **tokenizer}
-    put("text_encoders", "gemma.safetensors", gemma)
+    install("text_encoders", "gemma.safetensors", gemma)
     host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma.safetensors", reference="diffusers")
-    assert "prompts: read in lower case" in told[-1][1]
+    assert "prompts: read in lower case" in node_texts[-1][1]

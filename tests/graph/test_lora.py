@@ -69,8 +69,8 @@ def merged(host):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("loader", [ours, core, cores_pair])
-def test_every_dialect_gives_the_merged_picture(host, base_graph, put, merged, dialect, loader):
-    name = put("loras", "lora.safetensors", written(dialect))
+def test_every_dialect_gives_the_merged_picture(host, base_graph, install, merged, dialect, loader):
+    name = install("loras", "lora.safetensors", written(dialect))
     graph = base_graph(steps=3)
     plain = host.run(graph)["latent"]["samples"]
     got = host.run(with_lora(graph, lora=loader(name)))["latent"]["samples"]
@@ -80,16 +80,16 @@ def test_every_dialect_gives_the_merged_picture(host, base_graph, put, merged, d
 
 
 @pytest.mark.parametrize("dialect", WRAPPED)
-def test_a_lora_with_wrappers_in_its_names_gives_the_merged_image(host, base_graph, put, merged, dialect):
-    name = put("loras", "lora.safetensors", written(dialect))
+def test_a_lora_with_wrappers_in_its_names_gives_the_merged_image(host, base_graph, install, merged, dialect):
+    name = install("loras", "lora.safetensors", written(dialect))
     got = host.run(with_lora(base_graph(steps=3), lora=ours(name)))["latent"]["samples"]
     torch.testing.assert_close(got, merged(base_graph(steps=3), {LINEAR: 1.0, CONV: 1.0}), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("loader", [ours, core])
-def test_several_at_once_add_up_and_come_off_again(host, base_graph, put, merged, loader):
-    put("loras", "one.safetensors", written("diffusers", [LINEAR]))
-    put("loras", "two.safetensors", written("onetrainer", [CONV]))
+def test_several_at_once_add_up_and_come_off_again(host, base_graph, install, merged, loader):
+    install("loras", "one.safetensors", written("diffusers", [LINEAR]))
+    install("loras", "two.safetensors", written("onetrainer", [CONV]))
     graph = base_graph(steps=3)
     plain = host.run(graph)["latent"]["samples"]
     both = with_lora(graph, a=loader("one.safetensors", 0.5), b=loader("two.safetensors", -0.7, ("a", 0)))
@@ -104,9 +104,9 @@ def test_several_at_once_add_up_and_come_off_again(host, base_graph, put, merged
 
 
 @pytest.mark.parametrize("mode", ["LOW_VRAM", "NO_VRAM"])
-def test_a_lora_is_applied_in_every_memory_mode(host, base_graph, put, merged, short_memory, mode):
+def test_a_lora_is_applied_in_every_memory_mode(host, base_graph, install, merged, short_memory, mode):
     """Weights that are cast layer by layer as they run get their patch then."""
-    name = put("loras", "lora.safetensors", written("diffusers"))
+    name = install("loras", "lora.safetensors", written("diffusers"))
     graph = base_graph(steps=3)
     expected = merged(graph, {LINEAR: 1.0, CONV: 1.0})
     short_memory(mode)
@@ -117,11 +117,11 @@ def test_a_lora_is_applied_in_every_memory_mode(host, base_graph, put, merged, s
 @pytest.mark.parametrize(
     "prefix", ["text_encoder.", "text_encoder.model.", "text_encoders.gemma2_2b.transformer.model."]
 )
-def test_a_lora_on_the_text_encoder_changes_the_embeddings(host, base_graph, put, prefix):
+def test_a_lora_on_the_text_encoder_changes_the_embeddings(host, base_graph, install, prefix):
     layer, generator = f"{prefix}layers.1.self_attn.q_proj", torch.Generator().manual_seed(0)
     tensors = {f"{layer}.lora_A.weight": torch.randn(RANK, 64, generator=generator)}
     tensors[f"{layer}.lora_B.weight"] = torch.randn(64, RANK, generator=generator)
-    name = put("loras", "text.safetensors", tensors)
+    name = install("loras", "text.safetensors", tensors)
     graph = base_graph(steps=1)
     plain = host.run({**graph, "catch text": ("Catch", {"value": ["positive", 0], "name": "text"})})["text"][0][0]
     inputs = {"model": ["load", 0], "clip": ["load", 1], "lora_name": name, "strength_model": 1.0, "strength_clip": 1.0}
@@ -131,10 +131,10 @@ def test_a_lora_on_the_text_encoder_changes_the_embeddings(host, base_graph, put
     assert (got - plain).abs().max() > 0.01
 
 
-def test_a_lora_of_which_nothing_fits_shows_three_of_its_keys(host, base_graph, put):
+def test_a_lora_of_which_nothing_fits_shows_three_of_its_keys(host, base_graph, install):
     layers = ["lora_unet_down_blocks_0_attn", "lora_unet_down_blocks_1_attn", "lora_unet_mid", "lora_unet_up"]
     tensors = {f"{layer}.{half}.weight": torch.zeros(4, 4) for layer in layers for half in ("lora_down", "lora_up")}
-    graph = with_lora(base_graph(), lora=ours(put("loras", "sdxl.safetensors", tensors)))
+    graph = with_lora(base_graph(), lora=ours(install("loras", "sdxl.safetensors", tensors)))
     with pytest.raises(NodeError) as caught:
         host.run(graph)
     assert str(caught.value) == (
@@ -143,8 +143,8 @@ def test_a_lora_of_which_nothing_fits_shows_three_of_its_keys(host, base_graph, 
     )
 
 
-def test_a_checkpoint_in_the_lora_folder_is_named(host, base_graph, put):
-    name = put("loras", "model.safetensors", layouts.transformer().state_dict())
+def test_a_checkpoint_in_the_lora_folder_is_named(host, base_graph, install):
+    name = install("loras", "model.safetensors", layouts.transformer().state_dict())
     with pytest.raises(NodeError, match="^loras/model.safetensors: not a LoRA: found a SANA transformer"):
         host.run(with_lora(base_graph(), lora=ours(name)))
 

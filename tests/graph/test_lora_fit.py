@@ -93,33 +93,33 @@ def layer_of(tensors):
 
 
 @pytest.mark.parametrize("kind", FITTING)
-def test_what_comfyui_applies_counts_and_changes_the_picture(host, base_graph, put, kind):
+def test_what_comfyui_applies_counts_and_changes_the_picture(host, base_graph, install, kind):
     tensors = FITTING[kind]
     assert really_applied(layer_of(tensors), tensors)
     graph = base_graph(steps=2)
     plain = host.run(graph)["latent"]["samples"]
-    got = host.run(with_lora(graph, lora=ours(put("loras", "fits.safetensors", {**tensors, **OTHER}))))
+    got = host.run(with_lora(graph, lora=ours(install("loras", "fits.safetensors", {**tensors, **OTHER}))))
     assert not torch.equal(got["latent"]["samples"], plain)
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_what_comfyui_cannot_apply_is_refused_with_both_shapes(host, base_graph, put, kind):
+def test_what_comfyui_cannot_apply_is_refused_with_both_shapes(host, base_graph, install, kind):
     tensors = MISFITS[kind]
     assert not really_applied(layer_of(tensors), tensors)
     with pytest.raises(NodeError, match="^loras/not.safetensors: none of its 2 layers fit this model") as caught:
-        host.run(with_lora(base_graph(), lora=ours(put("loras", "not.safetensors", {**tensors, **OTHER}))))
+        host.run(with_lora(base_graph(), lora=ours(install("loras", "not.safetensors", {**tensors, **OTHER}))))
     message = str(caught.value)
     assert re.search(r"expected \[160, 160\]|expected \[800, 160, 1, 1\]|its tensors are not", message)
     assert "\n" not in message and len(message) < 300
 
 
-def test_of_a_mixed_file_the_fitting_layers_are_applied_and_the_others_named(host, base_graph, put, caplog):
+def test_of_a_mixed_file_the_fitting_layers_are_applied_and_the_others_named(host, base_graph, install, caplog):
     fitting, misfit = FITTING["lora of a convolution"], MISFITS["rank"]
     graph = base_graph(steps=2)
     with caplog.at_level(logging.WARNING):
-        got = host.run(with_lora(graph, lora=ours(put("loras", "mixed.safetensors", {**fitting, **misfit}))))
+        got = host.run(with_lora(graph, lora=ours(install("loras", "mixed.safetensors", {**fitting, **misfit}))))
     said = f"loras/mixed.safetensors: 1 of 2 layers fit, not {NAME} "
     said += "(got lora_A [4, 160], lora_B [160, 8], expected [160, 160])"
     assert said in caplog.text
-    alone = host.run(with_lora(graph, lora=ours(put("loras", "alone.safetensors", fitting))))
+    alone = host.run(with_lora(graph, lora=ours(install("loras", "alone.safetensors", fitting))))
     assert torch.equal(got["latent"]["samples"], alone["latent"]["samples"])

@@ -73,9 +73,9 @@ TRAINED = {kind: trained(kind) for kind in ("lora", "dora", "lokr")}
 @pytest.fixture
 def file(host):
     """Where a test puts its LoRA."""
-    made = host.models / "loras" / "merge.safetensors"
-    yield made
-    made.unlink()
+    path = host.models / "loras" / "merge.safetensors"
+    yield path
+    path.unlink()
 
 
 def cores(host, name, strength):
@@ -98,13 +98,13 @@ def test_the_weights_are_comfyuis(host, checkpoint, file, kind, strength):
         layouts.save(FILES[kind], file)
     else:
         TRAINED[kind](checkpoint, file)
-    wanted = cores(host, file.name, strength)
+    expected_weights = cores(host, file.name, strength)
     transformer = sana_core.load_transformer(checkpoint)
     before = {name: weight.clone() for name, weight in transformer.state_dict().items()}
     merge_loras(transformer, [(str(file), strength)])
     changed = {name for name, weight in transformer.state_dict().items() if not torch.equal(weight, before[name])}
-    assert changed == wanted.keys() and changed
-    for name, weight in wanted.items():
+    assert changed == expected_weights.keys() and changed
+    for name, weight in expected_weights.items():
         assert torch.equal(transformer.get_parameter(name).reshape(weight.shape), weight), name
 
 
@@ -127,11 +127,11 @@ def test_a_lora_of_the_other_reference_is_named(host, checkpoint, file, caplog, 
 
 
 @pytest.mark.parametrize("reference", ["nvidia", "diffusers"])
-def test_it_is_named_of_comfyuis_own_loader_too(host, base_graph, file, told, reference):
+def test_it_is_named_of_comfyuis_own_loader_too(host, base_graph, file, node_texts, reference):
     layouts.save(pairs("diffusers"), file, reference=reference)
     host.run(through(base_graph(steps=1), "LoraLoaderModelOnly", lora_name=file.name, strength_model=1.0))
     note = "LoRA: trained with reference nvidia, but the model follows diffusers"
-    assert any(note in text for _, text in told) == (reference == "nvidia")
+    assert any(note in text for _, text in node_texts) == (reference == "nvidia")
 
 
 WRONG = {

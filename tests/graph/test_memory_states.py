@@ -138,8 +138,8 @@ def clip_in(host, files, monkeypatch):
 
 
 def encode(clip):
-    ((embeds, rest),), _ = pack("nodes.host.loading.clip").encode(clip, "a red circle", True)
-    assert embeds.shape == (1, 300, 2304) and rest["attention_mask"].shape == (1, 300)
+    ((embeds, extra),), _ = pack("nodes.host.loading.clip").encode(clip, "a red circle", True)
+    assert embeds.shape == (1, 300, 2304) and extra["attention_mask"].shape == (1, 300)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -241,7 +241,7 @@ def test_a_controlnet_runs(host, files, monkeypatch, state):
         hint = torch.empty(2, 32, 32, 32, device=CARD, dtype=torch.bfloat16)
         context, sigma = torch.empty(2, 300, 2304, device=CARD, dtype=torch.bfloat16), torch.empty(2, device=CARD)
         residuals = patcher.model(hint, sigma, context, hint, sampled_timesteps=sigma)["input"]
-        assert {each.device for each in residuals if each is not None} == {CARD}
+        assert {residual.device for residual in residuals if residual is not None} == {CARD}
 
 
 @pytest.mark.parametrize("state", ["NORMAL_VRAM", "LOW_VRAM", "NO_VRAM"])

@@ -30,10 +30,10 @@ def test_copies_for_other_devices_are_loaded_from_the_file_and_draw_the_same(hos
     with torch.inference_mode():
         for patcher in (got["model"], got["clip"].patcher, got["vae"].patcher):
             twin = patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-            own, other = patcher.model.state_dict(), twin.model.state_dict()
-            assert twin.model is not patcher.model and own.keys() == other.keys()
-            assert all(torch.equal(own[key], other[key]) for key in own)
-            assert own and not any(own[key].data_ptr() == other[key].data_ptr() for key in own)
+            weights, other = patcher.model.state_dict(), twin.model.state_dict()
+            assert twin.model is not patcher.model and weights.keys() == other.keys()
+            assert all(torch.equal(weights[key], other[key]) for key in weights)
+            assert weights and not any(weights[key].data_ptr() == other[key].data_ptr() for key in weights)
 
 
 @pytest.fixture

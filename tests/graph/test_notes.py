@@ -28,7 +28,7 @@ class ChangedPrompt:
 
 
 @pytest.fixture
-def lines(host, base_graph, told):
+def lines(host, base_graph, node_texts):
     """A function of a change to the positive CONDITIONING: the text that is left under the sampler."""
     host.nodes.NODE_CLASS_MAPPINGS.setdefault("ChangedPrompt", ChangedPrompt)
 
@@ -40,9 +40,9 @@ def lines(host, base_graph, told):
         if node == "SanaNodesBatchSampler":
             inputs |= {"count": count, "devices": "default", "chunk": 1}
         graph["sample"] = (node, inputs)
-        told.clear()
+        node_texts.clear()
         host.run(graph)
-        return dict(told).get("sample", "")
+        return dict(node_texts).get("sample", "")
 
     return run
 
@@ -140,19 +140,19 @@ def test_the_batch_sampler_names_what_has_no_effect_once(host, lines, caplog):
     assert sum("couple has no effect" in record.message for record in caplog.records) == 1
 
 
-def test_the_batch_sampler_names_freeu(host, base_graph, told):
+def test_the_batch_sampler_names_freeu(host, base_graph, node_texts):
     graph = through(base_graph(steps=1), "FreeU_V2", b1=1.3, b2=1.4, s1=0.9, s2=0.2)
     settings = {"count": 3, "devices": "default", "chunk": 1}
     graph["sample"] = ("SanaNodesBatchSampler", {**graph["sample"][1], **settings})
     host.run(graph)
-    assert "FreeU_V2 has no effect on SANA" in dict(told)["sample"]
+    assert "FreeU_V2 has no effect on SANA" in dict(node_texts)["sample"]
 
 
 @pytest.mark.parametrize("node", ["CLIPTextEncode", "SanaNodesTextEncode"])
-def test_a_prompt_that_is_cut_is_said_under_the_node_that_reads_it(host, base_graph, told, node):
+def test_a_prompt_that_is_cut_is_said_under_the_node_that_reads_it(host, base_graph, node_texts, node):
     graph = base_graph(steps=1)
     graph["positive"] = (node, {"clip": ["load", 1], "text": "red circle " * 400})
     if node == "SanaNodesTextEncode":
         graph["positive"][1]["instruction"] = True
     host.run(graph)
-    assert "300" in dict(told)["positive"] and "tokens" in dict(told)["positive"]
+    assert "300" in dict(node_texts)["positive"] and "tokens" in dict(node_texts)["positive"]

@@ -125,9 +125,9 @@ def by_command(checkpoint, video, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def by_node(host, base_graph, put, video):
+def by_node(host, base_graph, install, video):
     """A function that gives the error of a node whose input has a number from a link."""
-    put("loras", "numbers.safetensors", {"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.ones(2, 1)})
+    install("loras", "numbers.safetensors", {"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.ones(2, 1)})
     links = {"model": ["load", 0], "positive": ["positive", 0], "latent_image": ["empty", 0]}
     both = {**links, "negative": ["negative", 0]}
     sampling = {"seed": 0, "steps": 1, "guidance": 1.0}

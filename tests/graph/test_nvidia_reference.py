@@ -42,8 +42,8 @@ def files(host, tensors):
     """model.safetensors and control.safetensors in NVIDIA's layout, where the loaders look."""
     transformer, controlnet, configs = tensors
     paths = [host.models / folder / "nvidia.safetensors" for folder in ("diffusion_models", "controlnet")]
-    for path, each, config in zip(paths, (transformer, controlnet), configs, strict=True):
-        layouts.save(each, path, config=config)
+    for path, item, config in zip(paths, (transformer, controlnet), configs, strict=True):
+        layouts.save(item, path, config=config)
     yield
     for path in paths:
         path.unlink()
@@ -69,8 +69,8 @@ def expected(checkpoint, tensors):
     """A function of the sampler, the control latent and the seed: the LATENT that NVIDIA's arithmetic gives."""
     encoder = sana_core.load_text_encoder(checkpoint, reference="nvidia")
     cond, mask = sana_core.encode_prompts(encoder, [PROMPT])
-    uncond, own = sana_core.encode_prompts(encoder, [NEGATIVE], instruction=False)
-    assert mask.sum() != own.sum()
+    uncond, current = sana_core.encode_prompts(encoder, [NEGATIVE], instruction=False)
+    assert mask.sum() != current.sum()
 
     @torch.no_grad()
     def run(sampler, control=None, seed=3, scale=DC_AE_SCALE, guidance=GUIDANCE):
@@ -121,11 +121,11 @@ def test_an_advanced_input_chooses_the_other(host, graph, base_graph, expected, 
     torch.testing.assert_close(got, expected("flow_dpmpp_2m", scale=scale), atol=2e-4, rtol=0)
     other = graph()
     other["model"][1]["reference"] = other["load"][1]["reference"] = "diffusers"
-    own = base_graph(steps=STEPS, text=PROMPT)
-    own["negative"][1]["text"] = NEGATIVE
-    wanted = host.run(own)["latent"]["samples"]
-    assert (wanted - got).abs().max() > 1e-3
-    torch.testing.assert_close(host.run(other)["latent"]["samples"] * DC_AE_SCALE, wanted * scale)
+    own_graph = base_graph(steps=STEPS, text=PROMPT)
+    own_graph["negative"][1]["text"] = NEGATIVE
+    expected_value = host.run(own_graph)["latent"]["samples"]
+    assert (expected_value - got).abs().max() > 1e-3
+    torch.testing.assert_close(host.run(other)["latent"]["samples"] * DC_AE_SCALE, expected_value * scale)
 
 
 @pytest.mark.parametrize("sampler", SCHEDULERS)
@@ -134,6 +134,6 @@ def test_the_controlnet(host, graph, expected, checkpoint, sampler):
     drawn = controlled(graph(sampler=sampler), "nvidia.safetensors", edges, "auto")
     with torch.no_grad():
         latent = sana_core.load_autoencoder(checkpoint).encode(edges.movedim(-1, 1) * 2 - 1).latent
-    wanted = expected(sampler, latent)
-    assert (wanted - expected(sampler)).abs().max() > 0.05
-    torch.testing.assert_close(host.run(drawn)["latent"]["samples"], wanted, atol=2e-4, rtol=0)
+    expected_value = expected(sampler, latent)
+    assert (expected_value - expected(sampler)).abs().max() > 0.05
+    torch.testing.assert_close(host.run(drawn)["latent"]["samples"], expected_value, atol=2e-4, rtol=0)

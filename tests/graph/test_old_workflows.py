@@ -11,7 +11,7 @@ LATENTS = ("EmptySanaLatentImage", "EmptyDCAELatentImage")
 
 def run(host, graph):
     graph = host.server.trigger_on_prompt({"prompt": copy.deepcopy(graph)})["prompt"]
-    return host.run({key: (each["class_type"], each["inputs"]) for key, each in graph.items()})
+    return host.run({key: (item["class_type"], item["inputs"]) for key, item in graph.items()})
 
 
 @pytest.mark.parametrize("latent", LATENTS)
@@ -32,11 +32,11 @@ def test_their_text_to_image_draws_what_our_nodes_draw(host, single_files, laten
     assert torch.equal(theirs, run(host, ours)["image"])
 
 
-def test_their_transformer_in_checkpoints_and_names_of_repositories_are_found(host, put, single_files, checkpoint):
+def test_their_transformer_in_checkpoints_and_names_of_repositories_are_found(host, install, single_files, checkpoint):
     from loading import component
 
     transformer, config = component(checkpoint, "transformer")
-    put("checkpoints", "Sana_600M_512px.safetensors", transformer, config=config)
+    install("checkpoints", "Sana_600M_512px.safetensors", transformer, config=config)
     assert run(host, old_graph(name="Efficient-Large-Model/Sana_600M_512px"))["image"].isfinite().all()
     with pytest.raises(Exception, match=r"no file 'Sana_1600M_4Kpx_BF16.safetensors' .*3\.2 GB.*https://"):
         run(host, old_graph(name="Efficient-Large-Model/Sana_1600M_4Kpx_BF16"))
@@ -63,16 +63,16 @@ def test_their_transformer_in_checkpoints_and_names_of_repositories_are_found(ho
     ],
 )
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_the_exact_file_of_a_repository_comes_before_its_replacement(host, put, repository, stem, suffix):
+def test_the_exact_file_of_a_repository_comes_before_its_replacement(host, install, repository, stem, suffix):
     """The .pth in the repositories of SANA 0.6B are named otherwise than the repositories."""
     find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
     for name in ("Sana_1600M_1024px_BF16.safetensors", f"{stem}.{suffix}"):
-        put("diffusion_models", name, {"x": torch.zeros(1)})
+        install("diffusion_models", name, {"x": torch.zeros(1)})
     assert find(f"Efficient-Large-Model/{repository}").name == f"{stem}.{suffix}"
 
 
-def test_the_replacement_is_taken_where_the_exact_file_is_missing(host, put):
-    put("diffusion_models", "Sana_1600M_1024px_BF16.safetensors", {"x": torch.zeros(1)})
+def test_the_replacement_is_taken_where_the_exact_file_is_missing(host, install):
+    install("diffusion_models", "Sana_1600M_1024px_BF16.safetensors", {"x": torch.zeros(1)})
     find = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesModelLoader"].find
     assert find("Efficient-Large-Model/Sana_1600M_1024px").name == "Sana_1600M_1024px_BF16.safetensors"
     with pytest.raises(FileNotFoundError, match="no file 'Sana_600M_512px_MultiLing.pth' in models/diffusion_models"):

@@ -31,16 +31,16 @@ def picking(host, base_graph, tmp_path):
 
 
 def test_the_best_have_the_highest_scores_and_each_can_be_generated_again(host, base_graph, picking):
-    found, folder = picking()
-    images = found["image"].movedim(-1, 1) * 2 - 1
+    result, folder = picking()
+    images = result["image"].movedim(-1, 1) * 2 - 1
     order = load_scorer(folder).score(images, PROMPT).argsort(descending=True)[:2].tolist()
-    assert torch.equal(found["best image"], found["image"][order])
-    assert found["best latent"]["batch_index"] == order
-    torch.testing.assert_close(found["best latent"]["samples"], found["latent"]["samples"][order], atol=0, rtol=0)
-    height, width = found["sheet"].shape[1:3]
+    assert torch.equal(result["best image"], result["image"][order])
+    assert result["best latent"]["batch_index"] == order
+    torch.testing.assert_close(result["best latent"]["samples"], result["latent"]["samples"][order], atol=0, rtol=0)
+    height, width = result["sheet"].shape[1:3]
     assert (width, height) == (3 * 256, 2 * 286)
     alone = host.run(base_graph(seed=7 + order[0], steps=3))["image"]
-    torch.testing.assert_close(found["best image"][:1], alone, atol=1e-4, rtol=0)
+    torch.testing.assert_close(result["best image"][:1], alone, atol=1e-4, rtol=0)
 
 
 def test_the_bar_counts_images_alone(picking, watched):
@@ -51,7 +51,7 @@ def test_the_bar_counts_images_alone(picking, watched):
     watched(lambda value, total, preview: values.append((get_executing_context().node_id, value, total)))
     assert comfy.utils.PROGRESS_BAR_HOOK is not None
     picking()
-    assert [each[1:] for each in values if each[0] == "pick"] == [(number, 6) for number in range(1, 7)]
+    assert [item[1:] for item in values if item[0] == "pick"] == [(number, 6) for number in range(1, 7)]
 
 
 def test_a_lone_surrogate_in_the_prompt_is_named(picking):

@@ -86,9 +86,9 @@ def test_the_forward_is_that_of_the_dequantised_weights(load, form):
     # An input that differs in its last bit may round to the next level of int8.
     assert relative(velocity(patcher, sampled=False), got) < (1e-2 if form.startswith("int8") else 1e-4)
     for name, weight in dequantised(patcher).items():
-        own = plain.model.diffusion_model.get_parameter(f"{name}.weight")
+        parameter = plain.model.diffusion_model.get_parameter(f"{name}.weight")
         with torch.inference_mode():
-            own.copy_(weight.view(own.shape))
+            parameter.copy_(weight.view(parameter.shape))
     # int8 brings the inputs of a layer to 8 bits too
     assert relative(got, velocity(plain)) < (0.02 if form.startswith("int8") else 1e-5)
 
@@ -115,20 +115,20 @@ def test_a_quantised_model_is_saved_and_read_again(load, form, tmp_path):
 
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("node", ["ModelSave", "CheckpointSave"])
-def test_what_core_saves_of_a_quantised_model_loads_again_with_the_same_estimate(host, load, put, form, node):
+def test_what_core_saves_of_a_quantised_model_loads_again_with_the_same_estimate(host, load, install, form, node):
     load(form)  # offers the formats of cards on this CPU
-    whole = {"clip": ["load", 1], "vae": ["load", 2]} if node == "CheckpointSave" else {}
+    other_links = {"clip": ["load", 1], "vae": ["load", 2]} if node == "CheckpointSave" else {}
     graph = {
         "load": ("SanaNodesLoader", {"model": "sana-tiny", "quantise": ["form", 0]}),
         "form": ("AnyValue", {"value": form}),
-        "save": (node, {"model": ["load", 0], **whole, "filename_prefix": f"checkpoints/{form}"}),
+        "save": (node, {"model": ["load", 0], **other_links, "filename_prefix": f"checkpoints/{form}"}),
         "catch": ("Catch", {"value": ["load", 0], "name": "model"}),
     }
     patcher = host.run(graph)["model"]
     (file,) = host.output.glob(f"checkpoints/{form}*.safetensors")
-    name = put("checkpoints" if whole else "diffusion_models", f"{form}.safetensors", read_file(file))
+    name = install("checkpoints" if other_links else "diffusion_models", f"{form}.safetensors", read_file(file))
     file.unlink()
-    loader = ("SanaNodesLoader", "model") if whole else ("SanaNodesModelLoader", "model_name")
+    loader = ("SanaNodesLoader", "model") if other_links else ("SanaNodesModelLoader", "model_name")
     again = host.output_of(loader[0], **{loader[1]: name})
     assert torch.equal(velocity(again), velocity(patcher))
     assert again.model.memory_usage_factor == patcher.model.memory_usage_factor
@@ -136,11 +136,11 @@ def test_what_core_saves_of_a_quantised_model_loads_again_with_the_same_estimate
 
 
 @pytest.mark.parametrize("form", ALL)
-def test_a_quantised_file_without_its_configuration_has_the_same_widths(load, host, put, form, tmp_path):
+def test_a_quantised_file_without_its_configuration_has_the_same_widths(load, host, install, form, tmp_path):
     """A tool that quantised a released model writes no configuration."""
     file = layouts.save(layouts.transformer().state_dict(), tmp_path / "plain.safetensors")
     patcher = load(form, file)
-    put("diffusion_models", "bare.safetensors", patcher.model.diffusion_model.state_dict())
+    install("diffusion_models", "bare.safetensors", patcher.model.diffusion_model.state_dict())
     again = host.output_of("SanaNodesModelLoader", model_name="bare.safetensors")
     assert again.model.diffusion_model.config.mlp_ratio == 2.5
     assert again.model.memory_usage_factor == patcher.model.memory_usage_factor
@@ -162,9 +162,9 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
             f"{FORWARD}.lora_up.weight": torch.randn(160, 4, 1, 1, generator=generator),
             f"{FORWARD}.lora_down.weight": torch.randn(4, 400, 1, 1, generator=generator),
         }
-        found = adapter(tensors, {name: f"diffusion_model.{name}.weight" for name in (LAYER, FORWARD)})
+        result = adapter(tensors, {name: f"diffusion_model.{name}.weight" for name in (LAYER, FORWARD)})
         clone = patcher.clone()
-        assert len(clone.add_patches(found, strength)) == 2
+        assert len(clone.add_patches(result, strength)) == 2
         with torch.inference_mode():
             clone.load(cpu, lowvram_model_memory=1 if state == "offloaded" else 0, full_load=state == "fits")
         patched.append(velocity(clone))
@@ -226,7 +226,7 @@ def test_a_quantised_picture_is_the_same_in_every_state(host, base_graph, short_
     assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
 
 
-def test_a_quantised_feed_forward_of_a_file_is_read(host, put, load):
+def test_a_quantised_feed_forward_of_a_file_is_read(host, install, load):
     """A tool that quantised the 1x1 convolutions as they are."""
     model = layouts.transformer()
     tensors, name = dict(model.state_dict()), "transformer_blocks.0.ff.conv_inverted"
@@ -234,19 +234,19 @@ def test_a_quantised_feed_forward_of_a_file_is_read(host, put, load):
     tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].float() / scale).to(torch.float8_e4m3fn)
     tensors[f"{name}.weight_scale"] = scale
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-    put("diffusion_models", "sana_ff.safetensors", tensors)
+    install("diffusion_models", "sana_ff.safetensors", tensors)
     got = velocity(host.output_of("SanaNodesModelLoader", model_name="sana_ff.safetensors"))
     model.get_parameter(f"{name}.weight").data = tensors[f"{name}.weight"].float() * scale
-    put("diffusion_models", "sana_plain.safetensors", model.float().state_dict())
+    install("diffusion_models", "sana_plain.safetensors", model.float().state_dict())
     plain = host.output_of("SanaNodesModelLoader", model_name="sana_plain.safetensors")
     assert relative(got, velocity(plain)) < 1e-3
 
 
-def test_a_quantised_3x3_convolution_is_named(host, put):
+def test_a_quantised_3x3_convolution_is_named(host, install):
     tensors, name = dict(layouts.transformer().state_dict()), "transformer_blocks.0.ff.conv_depth"
     tensors[f"{name}.weight_scale"] = torch.ones(())
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-    put("diffusion_models", "sana_3x3.safetensors", tensors)
+    install("diffusion_models", "sana_3x3.safetensors", tensors)
     with pytest.raises(NodeError, match=r"sana_3x3.safetensors: ComfyUI cannot read .*conv_depth \(a Conv2d\)"):
         host.output_of("SanaNodesModelLoader", model_name="sana_3x3.safetensors")
 
@@ -262,7 +262,7 @@ def test_what_is_offered_is_what_this_computer_has(host, monkeypatch):
         patch.setattr(torch.version, "cuda", "13.0")
         assert module.choices() == ["off", *ALL]
         (option,) = [
-            each for each in pack("nodes.loader").SanaNodesModelLoader.define_schema().inputs if each.id == "quantise"
+            item for item in pack("nodes.loader").SanaNodesModelLoader.define_schema().inputs if item.id == "quantise"
         ]
         assert option.options == ["off", *ALL] and option.optional and option.advanced
     monkeypatch.delitem(comfy.quant_ops.QUANT_ALGOS, "int8_tensorwise")
@@ -302,5 +302,5 @@ def test_other_devices_load_the_same_format(load):
     patcher = load("int8_convrot")
     with torch.inference_mode():
         twin = patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-    own, other = patcher.model.state_dict(), twin.model.state_dict()
-    assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+    weights, other = patcher.model.state_dict(), twin.model.state_dict()
+    assert weights.keys() == other.keys() and all(torch.equal(weights[key], other[key]) for key in weights)

@@ -14,9 +14,9 @@ from sana_core.model.fp8 import Fp8Linear
 
 
 @pytest.mark.parametrize("weight_dtype", ["fp8_e4m3fn", "fp8_e5m2"])
-def test_fp8_weights_are_cast_as_they_run(host, put, weight_dtype):
+def test_fp8_weights_are_cast_as_they_run(host, install, weight_dtype):
     model = layouts.transformer()
-    put("diffusion_models", "sana.safetensors", model.state_dict())
+    install("diffusion_models", "sana.safetensors", model.state_dict())
     patcher = host.output_of("SanaNodesModelLoader", model_name="sana.safetensors", weight_dtype=weight_dtype)
     dtype = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[weight_dtype]
     parameters = dict(patcher.model.diffusion_model.named_parameters())
@@ -70,32 +70,32 @@ def in_fp8(model, form, prefix="", plain="embed|norm|caption|time|proj_out"):
 
 
 @pytest.mark.parametrize("form", ["comfy_quant", "scaled_fp8", "metadata"])
-def test_the_quantised_files_that_core_reads_are_read(host, put, form):
+def test_the_quantised_files_that_core_reads_are_read(host, install, form):
     model = layouts.transformer()
     tensors, metadata = in_fp8(model, form)
-    put("diffusion_models", "sana_fp8.safetensors", tensors, **metadata)
+    install("diffusion_models", "sana_fp8.safetensors", tensors, **metadata)
     patcher = host.output_of("SanaNodesModelLoader", model_name="sana_fp8.safetensors")
     layer = patcher.model.diffusion_model.transformer_blocks[0].attn1.to_q
     assert layer.quant_format == "float8_e4m3fn"
     check_forward(patcher, model, tolerance=1e-2)
 
 
-def test_a_quantised_format_that_core_does_not_know_is_named(host, put):
+def test_a_quantised_format_that_core_does_not_know_is_named(host, install):
     tensors = dict(layouts.transformer().state_dict())
     text = torch.tensor(list(b'{"format": "svdq-int4"}'), dtype=torch.uint8)
     tensors["transformer_blocks.0.attn1.to_q.comfy_quant"] = text
-    put("diffusion_models", "sana_int4.safetensors", tensors)
+    install("diffusion_models", "sana_int4.safetensors", tensors)
     with pytest.raises(NodeError, match="sana_int4.safetensors: ComfyUI cannot read the quantised layer "):
         host.output_of("SanaNodesModelLoader", model_name="sana_int4.safetensors")
 
 
 @pytest.mark.parametrize("plain", ["norm", "norm|embed", "norm|mlp"])
 @pytest.mark.parametrize("form", ["comfy_quant", "scaled_fp8", "metadata"])
-def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form, plain):
+def test_a_quantised_text_encoder_is_read(host, install, tokenizer, form, plain):
     """Comfy-Org's fp8 files of Gemma 2, whose names begin with model. and whose embedding is quantised, too."""
     model = layouts.gemma(vocabulary=750)
     tensors, metadata = in_fp8(model, form, "model.", plain)
-    put("text_encoders", "gemma_fp8.safetensors", {**tensors, **tokenizer}, **metadata)
+    install("text_encoders", "gemma_fp8.safetensors", {**tensors, **tokenizer}, **metadata)
     graph = {
         "load": ("SanaNodesTextEncoderLoader", {"text_encoder_name": "gemma_fp8.safetensors"}),
         "text": ("SanaNodesTextEncode", {"clip": ["load", 0], "text": "a red circle", "instruction": False}),
@@ -110,8 +110,8 @@ def test_a_quantised_text_encoder_is_read(host, put, tokenizer, form, plain):
     with torch.no_grad():
         mask = torch.tensor([ids]).ne(0).long()
         expected = model.float()(torch.tensor([ids]), attention_mask=mask).last_hidden_state
-    kept = mask.bool()
-    torch.testing.assert_close(got["text"][0][0][kept], expected[kept], atol=1e-2, rtol=0)
+    valid = mask.bool()
+    torch.testing.assert_close(got["text"][0][0][valid], expected[valid], atol=1e-2, rtol=0)
 
 
 def in_format(weight, name):
@@ -137,15 +137,17 @@ FORMATS = ("fp8", "int8", "int8_convrot", "mxfp8", "nvfp4")
 
 @pytest.mark.parametrize("inner", ["", "model."])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_embedding_and_a_head_in_any_format_are_read(host, put, tokenizer, name, inner):
+def test_an_embedding_and_a_head_in_any_format_are_read(host, install, tokenizer, name, inner):
     """A language model's file has its head, too, which nothing here uses."""
     model = layouts.gemma(vocabulary=750)
     tensors = {f"{inner}{key}": value for key, value in model.state_dict().items()}
-    own, expected = in_format(tensors.pop(f"{inner}embed_tokens.weight"), name)
+    stored, expected = in_format(tensors.pop(f"{inner}embed_tokens.weight"), name)
     tensors |= {
-        f"{layer}.{key}": value.clone() for layer in (f"{inner}embed_tokens", "lm_head") for key, value in own.items()
+        f"{layer}.{key}": value.clone()
+        for layer in (f"{inner}embed_tokens", "lm_head")
+        for key, value in stored.items()
     }
-    put("text_encoders", "gemma_quantised.safetensors", {**tensors, **tokenizer, "logit_scale": torch.ones(())})
+    install("text_encoders", "gemma_quantised.safetensors", {**tensors, **tokenizer, "logit_scale": torch.ones(())})
     clip = host.output_of("SanaNodesTextEncoderLoader", text_encoder_name="gemma_quantised.safetensors")
     embedding = clip.cond_stage_model.gemma.embed_tokens
     assert clip.cond_stage_model.gemma.config.hidden_size == layouts.CAPTION
@@ -155,7 +157,7 @@ def test_an_embedding_and_a_head_in_any_format_are_read(host, put, tokenizer, na
         assert pack("nodes.host.loading.clip").encode(clip, "a red circle", True)[0][0][0].isfinite().all()
 
 
-def test_int8_layers_are_read(host, put):
+def test_int8_layers_are_read(host, install):
     model = layouts.transformer()
     tensors = dict(model.state_dict())
     layer = "transformer_blocks.0.attn2.to_q"
@@ -164,23 +166,23 @@ def test_int8_layers_are_read(host, put):
     tensors[f"{layer}.weight_scale"] = scale
     tensors[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
     model.get_parameter(f"{layer}.weight").data = tensors[f"{layer}.weight"].float() * scale
-    put("diffusion_models", "sana_int8.safetensors", tensors)
+    install("diffusion_models", "sana_int8.safetensors", tensors)
     patcher = host.output_of("SanaNodesModelLoader", model_name="sana_int8.safetensors")
     check_forward(patcher, model, tolerance=5e-2)
 
 
-def test_a_quantised_vae_is_refused(host, put):
+def test_a_quantised_vae_is_refused(host, install):
     tensors = dict(layouts.autoencoder().state_dict())
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
-    put("vae", "dc-ae_fp8.safetensors", tensors)
+    install("vae", "dc-ae_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which only ComfyUI"):
         host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp8.safetensors")
 
 
-def test_quantised_weights_that_are_fused_are_refused(host, put):
+def test_quantised_weights_that_are_fused_are_refused(host, install):
     """NVIDIA's layout has one weight for q, k and v, which cannot be parted under one scale."""
     tensors = layouts.nvidia(layouts.transformer())
     tensors["blocks.0.attn.qkv.weight_scale"] = torch.ones(())
-    put("diffusion_models", "nvidia_fp8.safetensors", tensors)
+    install("diffusion_models", "nvidia_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="nvidia_fp8.safetensors: got quantised weights, which are read of trans"):
         host.output_of("SanaNodesModelLoader", model_name="nvidia_fp8.safetensors")

@@ -34,9 +34,9 @@ def touch(file, nanoseconds=1):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_loaders_fingerprint_changes_with_size_and_time_of_its_file(host, put, loader):  # noqa: F811
+def test_a_loaders_fingerprint_changes_with_size_and_time_of_its_file(host, install, loader):  # noqa: F811
     kind, _ = LOADERS[loader]
-    put(kind, "one.safetensors", {"a": torch.zeros(2)})
+    install(kind, "one.safetensors", {"a": torch.zeros(2)})
     file = host.models / kind / "one.safetensors"
     first = fingerprint(host, loader, "one.safetensors")
     assert fingerprint(host, loader, "one.safetensors") == first
@@ -69,12 +69,12 @@ def test_every_node_that_reads_a_file_has_a_fingerprint(host):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_the_fingerprint_of_a_linked_name_changes_with_any_file_it_could_mean(host, put, loader):  # noqa: F811
+def test_the_fingerprint_of_a_linked_name_changes_with_any_file_it_could_mean(host, install, loader):  # noqa: F811
     """ComfyUI passes None for a link, because the node that outputs the name has not run yet."""
     kind, _ = LOADERS[loader]
     before = fingerprint(host, loader, None)
     assert before != "missing" and fingerprint(host, loader, None) == before
-    put(kind, "one.safetensors", {"a": torch.zeros(2)})
+    install(kind, "one.safetensors", {"a": torch.zeros(2)})
     added = fingerprint(host, loader, None)
     assert added != before
     touch(host.models / kind / "one.safetensors")
@@ -115,10 +115,10 @@ def test_a_data_sets_fingerprint_changes_with_its_images(host, is_linked):
         shutil.rmtree(folder)
 
 
-def test_a_linked_lora_to_train_further_is_fingerprinted(host, put):  # noqa: F811
+def test_a_linked_lora_to_train_further_is_fingerprinted(host, install):  # noqa: F811
     node = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesTrainSettings"]
     before = node.fingerprint_inputs(existing_lora=None)
-    put("loras", "one.safetensors", {"a": torch.zeros(2)})
+    install("loras", "one.safetensors", {"a": torch.zeros(2)})
     assert node.fingerprint_inputs(existing_lora=None) != before
 
 
@@ -165,8 +165,8 @@ def cached(request, host, monkeypatch):
     return host
 
 
-def test_a_replaced_model_and_lora_are_loaded_anew_under_each_cache(cached, base_graph, single_files, put):  # noqa: F811
-    put("loras", "style.safetensors", written("diffusers"))
+def test_a_replaced_model_and_lora_are_loaded_anew_under_each_cache(cached, base_graph, single_files, install):  # noqa: F811
+    install("loras", "style.safetensors", written("diffusers"))
     graph = with_lora({**base_graph(steps=1), "model": single_files["model"]}, lora=ours("style.safetensors"))
     graph["lora"][1]["model"] = ["model", 0]
 
@@ -186,8 +186,8 @@ def test_a_replaced_model_and_lora_are_loaded_anew_under_each_cache(cached, base
     assert torch.equal(cached.run(graph)["latent"]["samples"], third)
 
 
-def test_a_replaced_lora_with_a_linked_name_is_loaded_again(host, base_graph, put):  # noqa: F811
-    put("loras", "style.safetensors", written("diffusers"))
+def test_a_replaced_lora_with_a_linked_name_is_loaded_again(host, base_graph, install):  # noqa: F811
+    install("loras", "style.safetensors", written("diffusers"))
     graph = with_lora(base_graph(steps=1), lora=ours(["name", 0]))
     graph["name"] = ("AnyValue", {"value": "style.safetensors"})
     first = host.run(graph, keep_cache=True)["latent"]["samples"]
@@ -266,13 +266,13 @@ def truncate_and_draw(base):
     }
     kinds = ("model", "clip", "vae")
     host.run({**graph, **{f"catch {key}": ("Catch", {"value": [key, 0], "name": key}) for key in kinds}})
-    given = {key: ("AnyValue", {"value": Catch.caught[key]}) for key in kinds}
+    inputs = {key: ("AnyValue", {"value": Catch.caught[key]}) for key in kinds}
     for file in files:
         os.truncate(file, 64)
     links = {"positive": ["text", 0], "negative": ["text", 0], "latent_image": ["empty", 0], "model": ["model", 0]}
     caught = host.run(
         {
-            **given,
+            **inputs,
             "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": True}),
             "empty": ("SanaNodesEmptyLatent", {"width": 128, "height": 128, "batch_size": 1}),
             "sample": ("SanaNodesSampler", {**links, "seed": 1, "steps": 1, "guidance": 4.5, "sampler": "flow_euler"}),
@@ -286,5 +286,5 @@ def truncate_and_draw(base):
 def test_the_server_outlives_files_that_are_shortened_while_loaded(tmp_path):
     places = [str(ROOT / folder) for folder in ("tests/graph", "tests", "scripts")] + [str(ROOT)]
     code = f"import sys; sys.path += {places}; import test_replaced_files as t; t.truncate_and_draw({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, (done.returncode, done.stderr[-1000:])
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, (process.returncode, process.stderr[-1000:])

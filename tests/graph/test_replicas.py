@@ -40,13 +40,13 @@ def reads(host, monkeypatch):
 
 
 @pytest.fixture
-def lora(put):
+def lora(install):
     """The name of a LoRA that changes the latents."""
     generator = torch.Generator().manual_seed(0)
     layer = "transformer.transformer_blocks.1.attn1.to_q.lora"
     tensors = {f"{layer}_A.weight": torch.randn(2, 160, generator=generator)}
     tensors[f"{layer}_B.weight"] = torch.randn(160, 2, generator=generator)
-    return put("loras", "replica.safetensors", tensors)
+    return install("loras", "replica.safetensors", tensors)
 
 
 def entries():

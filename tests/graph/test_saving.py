@@ -15,7 +15,7 @@ DRAWN = {"sampler": "flow_dpmpp_2m", "steps": 3}
 
 
 @pytest.fixture
-def saved(host, put):
+def saved(host, install):
     """A function: the file in that folder of models/ that a saving node has written for `inputs`."""
 
     def save(node, kind, loader, **inputs):
@@ -25,7 +25,7 @@ def saved(host, put):
         (file,) = host.output.glob(f"{kind}/{node}*.safetensors")
         tensors = read_file(file)
         file.unlink()
-        return put(kind, f"{node}.safetensors", tensors)
+        return install(kind, f"{node}.safetensors", tensors)
 
     return save
 
@@ -44,7 +44,7 @@ def with_loaders(graph, **loaders):
 
 def test_the_bundled_model_saved_part_by_part_draws_the_same_bits(host, saved, base_graph, one_thread):
     graph = base_graph(**DRAWN)
-    whole = host.run(graph)
+    expected = host.run(graph)
     load = ("SanaNodesLoader", {"model": BUNDLED})
     model = saved("ModelSave", "diffusion_models", load, model=["load", 0])
     clip = saved("CLIPSave", "text_encoders", load, clip=["load", 1])
@@ -56,8 +56,8 @@ def test_the_bundled_model_saved_part_by_part_draws_the_same_bits(host, saved, b
         vae=(("SanaNodesVAELoader", {"vae_name": vae}), 0),
     )
     again = host.run({**parts, "catch model": ("Catch", {"value": ["load model", 0], "name": "model"})})
-    assert torch.equal(again["latent"]["samples"], whole["latent"]["samples"])
-    assert torch.equal(again["image"], whole["image"])
+    assert torch.equal(again["latent"]["samples"], expected["latent"]["samples"])
+    assert torch.equal(again["image"], expected["image"])
     assert again["model"].model.latent_format.preview is not None
 
 
@@ -81,7 +81,7 @@ def test_resolution_reference_and_schedule_are_kept(host, saved, single_files, r
     assert model.diffusion_model.config.sample_size == int(resolution) // 32
 
 
-def test_a_configuration_of_other_bytes_is_refused(host, put, saved):
+def test_a_configuration_of_other_bytes_is_refused(host, install, saved):
     load = ("SanaNodesLoader", {"model": BUNDLED})
     name = saved("ModelSave", "diffusion_models", load, model=["load", 0])
     tensors = read_file(host.models / "diffusion_models" / name)
@@ -90,7 +90,7 @@ def test_a_configuration_of_other_bytes_is_refused(host, put, saved):
         (torch.zeros(4), "is no tensor of a configuration's bytes"),
         (torch.tensor(list(b"[1]"), dtype=torch.uint8), "got JSON that is a list"),
     ):
-        broken = put("diffusion_models", f"broken-{len(value)}.safetensors", {**tensors, key: value})
+        broken = install("diffusion_models", f"broken-{len(value)}.safetensors", {**tensors, key: value})
         with pytest.raises(ValueError, match=reason):
             inspect_checkpoint(host.models / "diffusion_models" / broken)
 

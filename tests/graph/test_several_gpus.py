@@ -230,8 +230,8 @@ def test_an_image_with_nan_costs_no_other_image(host, on_cpu, caplog):
         assert not cards.failures
     lost = [number for number, row in enumerate(got["latent"]["samples"]) if not row.isfinite().all()]
     assert len(lost) == 1 and not got["image"][lost[0]].any()
-    rest = [number for number in range(4) if number not in lost]
-    torch.testing.assert_close(got["image"][rest], on_cpu()["image"][rest], atol=2e-4, rtol=0)
+    remaining = [number for number in range(4) if number not in lost]
+    torch.testing.assert_close(got["image"][remaining], on_cpu()["image"][remaining], atol=2e-4, rtol=0)
     assert f"seed {7 + lost[0]}): samples: 128 of 128 values are NaN" in caplog.text
     with pytest.raises(pack("sana_core.errors").InputError, match="^samples: 128 of 128 values are NaN or infinite"):
         pack("nodes.host.batch.devices").warn_of_nan(
@@ -483,11 +483,11 @@ def split_graph(control=None, **options):
 
 def test_split_image_on_two_gpus(host, on_cpu, edges):
     options = [{}, {"lora": 1.0}, {"control": edges}]
-    on_one = [host.run(split_graph(**each), keep_cache=True)["latent"]["samples"] for each in options]
+    on_one = [host.run(split_graph(**option), keep_cache=True)["latent"]["samples"] for option in options]
     with host_cards(host) as cards:
-        for each, expected in zip(options, on_one, strict=True):
+        for option, expected in zip(options, on_one, strict=True):
             cards.calls.clear()
-            got = host.run(split_graph(**each), keep_cache=True)["latent"]["samples"]
+            got = host.run(split_graph(**option), keep_cache=True)["latent"]["samples"]
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
             assert computed_on(got) and set(cards.calls) == set(CARDS[:2])
 

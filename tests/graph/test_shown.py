@@ -43,37 +43,43 @@ def test_the_plan_shows_its_bars_without_another_node_and_they_are_to_scale(host
     rows = [plan["text"], plan["transformer"], plan["decode"]]
     pixels = picture_on(host, "plan")
     for colour, name in ((BLUE, "weights"), (ORANGE, "activations")):
-        sizes, found = np.array([row[name] for row in rows]), np.array(lengths(pixels, colour))
+        sizes, result = np.array([row[name] for row in rows]), np.array(lengths(pixels, colour))
         # A pixel more or less at each end.
-        assert np.allclose(found, found.max() * sizes / sizes.max(), atol=2), name
+        assert np.allclose(result, result.max() * sizes / sizes.max(), atol=2), name
 
 
 def batch_graph(base_graph, devices):
     graph = base_graph(steps=2)
-    own = {"count": 3, "seed": 7, "steps": 2, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": devices}
+    options = {"count": 3, "seed": 7, "steps": 2, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": devices}
     links = {"model": ["load", 0], "positive": ["list", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
     return {
         **{key: graph[key] for key in ("load", "negative", "empty")},
         "list": ("SanaNodesPromptList", {"clip": ["load", 1], "prompts": PROMPTS, "instruction": True}),
-        "batch": ("SanaNodesBatchSampler", {**links, **own, "chunk": 1}),
+        "batch": ("SanaNodesBatchSampler", {**links, **options, "chunk": 1}),
         "catch latent": ("Catch", {"value": ["batch", 0], "name": "latent"}),
     }
 
 
-def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words(host, base_graph, told, previews):
+def test_a_shared_batch_ends_with_a_bar_for_each_device_and_one_alone_with_words(
+    host, base_graph, node_texts, previews
+):
     host.run(batch_graph(base_graph, "cpu x 2"))
-    first, second = (int(part.split()[-1]) for part in dict(told)["batch"].splitlines()[0].split(": ")[1].split(", "))
+    first, second = (
+        int(part.split()[-1]) for part in dict(node_texts)["batch"].splitlines()[0].split(": ")[1].split(", ")
+    )
     assert first + second == 6
-    found = lengths(previews[-1], BLUE)
-    assert np.allclose(np.array(found) / max(found), np.array([first, second]) / max(first, second), atol=0.02)
+    bar_lengths = lengths(previews[-1], BLUE)
+    assert np.allclose(
+        np.array(bar_lengths) / max(bar_lengths), np.array([first, second]) / max(first, second), atol=0.02
+    )
     previews.clear()
     host.run(batch_graph(base_graph, "default"))
-    assert dict(told)["batch"].startswith("6 images in ") and all(pixels.shape[1] < 900 for pixels in previews)
+    assert dict(node_texts)["batch"].startswith("6 images in ") and all(pixels.shape[1] < 900 for pixels in previews)
 
 
-def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, told):
+def test_the_decode_says_under_itself_what_its_report_says(host, base_graph, node_texts):
     graph = base_graph(steps=1)
     graph["decode"][1].update(method="strips", budget_gb=0.0)
     graph["catch report"] = ("Catch", {"value": ["decode", 1], "name": "report"})
-    assert host.run(graph)["report"] == dict(told)["decode"]
-    assert "strips" in dict(told)["decode"] and "MB predicted" in dict(told)["decode"]
+    assert host.run(graph)["report"] == dict(node_texts)["decode"]
+    assert "strips" in dict(node_texts)["decode"] and "MB predicted" in dict(node_texts)["decode"]

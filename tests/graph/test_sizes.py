@@ -29,7 +29,7 @@ def test_the_named_ratios_are_the_nearest_shapes():
 NEAR = "; the nearest training size of this model is "
 
 
-def test_an_empty_latent_has_the_size_of_its_widgets_and_names_the_trained_size(host, base_graph, told):
+def test_an_empty_latent_has_the_size_of_its_widgets_and_names_the_trained_size(host, base_graph, node_texts):
     graph = base_graph(steps=1)
     graph["empty"][1]["model"] = ["load", 0]
     for (width, height), text in {
@@ -41,15 +41,15 @@ def test_an_empty_latent_has_the_size_of_its_widgets_and_names_the_trained_size(
         graph["empty"][1].update(width=width, height=height)
         latents = host.run(graph)["latent"]["samples"]
         assert latents.shape == (1, 32, height // 32, width // 32)
-        assert [said for node, said in told if node == "empty"] == [text]
-        told.clear()
+        assert [said for node, said in node_texts if node == "empty"] == [text]
+        node_texts.clear()
 
 
-def test_an_empty_latent_of_size_0_has_the_size_of_the_model(host, base_graph, told):
+def test_an_empty_latent_of_size_0_has_the_size_of_the_model(host, base_graph, node_texts):
     graph = base_graph(steps=1)
     graph["empty"][1].update(width=0, height=0, model=["load", 0])
     assert host.run(graph)["latent"]["samples"].shape == (1, 32, 4, 4)
-    assert ("empty", "128 x 128") in told
+    assert ("empty", "128 x 128") in node_texts
     graph["load"][1]["resolution"] = "512"
     assert host.run(graph)["latent"]["samples"].shape == (1, 32, 16, 16)
 
@@ -100,7 +100,7 @@ def test_a_ratio_gives_the_trained_shape_at_the_size_of_the_model(host, base_gra
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])
-def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_graph, told, node, monkeypatch):
+def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_graph, node_texts, node, monkeypatch):
     send, messages = host.server.send_sync, []
 
     def send_and_keep(event, data, sid=None):
@@ -111,11 +111,11 @@ def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_g
     graph = base_graph(steps=1)
     graph = ksampler(graph) if node == "KSampler" else graph
     host.run(graph)
-    assert not [text for where, text in told if where == "sample"] and not messages
+    assert not [text for where, text in node_texts if where == "sample"] and not messages
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
     note = "256 x 256 is far from this model's training size; use 128 x 128"
-    assert ("sample", note) in told and messages == [{"text": note}]
+    assert ("sample", note) in node_texts and messages == [{"text": note}]
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])

@@ -52,8 +52,8 @@ def assert_same(got, expected):
 def test_two_halves_draw_what_the_whole_draws(host, base_graph, split_graph, shards):
     """A prompt each where it is guided, and half of the rows where there is one."""
     for guidance, shape in ((4.5, (1, 4)), (1.0, (1, 2))):
-        own = {"guidance": guidance, "steps": STEPS}
-        assert_same(latents(host, split_graph(**own)), latents(host, base_graph(**own)))
+        options = {"guidance": guidance, "steps": STEPS}
+        assert_same(latents(host, split_graph(**options)), latents(host, base_graph(**options)))
         assert len(shards) == 2 * STEPS and {seen[1:] for seen in shards} == {shape}
         shards.clear()
 
@@ -65,12 +65,12 @@ def test_ksampler_and_custom_samplers_too(host, base_graph, custom_graph, split_
     assert len(shards) == 2 * 2 * STEPS
 
 
-def test_a_lora_behind_the_node_is_on_all_devices(host, base_graph, split_graph, put):
+def test_a_lora_behind_the_node_is_on_all_devices(host, base_graph, split_graph, install):
     generator = torch.Generator().manual_seed(0)
     layer = "transformer.transformer_blocks.1.attn1.to_q.lora"
     tensors = {f"{layer}_A.weight": torch.randn(2, 160, generator=generator)}
     tensors[f"{layer}_B.weight"] = torch.randn(160, 2, generator=generator)
-    name = put("loras", "split.safetensors", tensors)
+    name = install("loras", "split.safetensors", tensors)
 
     def with_lora(graph):
         return through(graph, "SanaNodesLoraLoader", lora_name=name, strength_model=1.0)
@@ -145,7 +145,7 @@ def caught(name):
 def test_a_batch_over_devices_lets_each_draw_its_own(host, base_graph, split_graph, shards):
     graph = split_graph()
     links = {key: graph["sample"][1][key] for key in ("model", "positive", "negative", "latent_image")}
-    own = {"count": 2, "seed": 3, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": TWO}
-    graph["sample"] = ("SanaNodesBatchSampler", {**links, **own, "chunk": 1})
+    options = {"count": 2, "seed": 3, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "devices": TWO}
+    graph["sample"] = ("SanaNodesBatchSampler", {**links, **options, "chunk": 1})
     assert_same(latents(host, graph)[:1], latents(host, base_graph(steps=STEPS)))
     assert not shards

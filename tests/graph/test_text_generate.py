@@ -24,10 +24,10 @@ def write(host):
     """A function that runs Generate Text, on the model that is loaded already if it may."""
 
     def run(prompt=PROMPT, keep_cache=False, nodes=None, **inputs):
-        own = {"prompt": prompt, "max_length": 100, "sampling_mode": "off", "use_default_template": False, **inputs}
+        options = {"prompt": prompt, "max_length": 100, "sampling_mode": "off", "use_default_template": False, **inputs}
         graph = {
             "load": ("SanaNodesLoader", {"model": "sana-tiny"}),
-            "write": ("TextGenerate", {"clip": ["load", 1], **own}),
+            "write": ("TextGenerate", {"clip": ["load", 1], **options}),
             "catch": ("Catch", {"value": ["write", 0], "name": "text"}),
             "catch clip": ("Catch", {"value": ["load", 1], "name": "clip"}),
             **(nodes or {}),
@@ -75,9 +75,9 @@ def test_a_host_that_asks_for_several_tokens_at_once_gets_the_same_text(write):
     # comfy_extras/nodes_textgen.py of that version passes these arguments.
     unset = {"images": {}, "video": None, "audio": None, "thinking": False, "system_prompt": ""}
     tokens = got["clip"].tokenize(PROMPT, skip_template=True, min_length=1, **unset)
-    own = {key.partition(".")[2]: value for key, value in SAMPLING.items() if "." in key}
+    options = {key.partition(".")[2]: value for key, value in SAMPLING.items() if "." in key}
     with torch.inference_mode():
-        ids = got["clip"].cond_stage_model.generate(tokens, do_sample=True, max_length=100, mtp=True, **own)
+        ids = got["clip"].cond_stage_model.generate(tokens, do_sample=True, max_length=100, mtp=True, **options)
     assert got["clip"].decode(ids) == got["text"]
 
 
@@ -149,8 +149,8 @@ def test_a_lora_of_the_text_encoder_changes_what_it_writes(write):
     tokens = clip.tokenize(PROMPT, skip_template=True)
     texts = []
     with torch.inference_mode():
-        for each in (clip, patched, clip):
-            texts.append(each.decode(each.generate(tokens, do_sample=False, max_length=40)))
+        for item in (clip, patched, clip):
+            texts.append(item.decode(item.generate(tokens, do_sample=False, max_length=40)))
     assert texts[0] == texts[2] != texts[1]
 
 
@@ -189,5 +189,5 @@ def test_inputs_for_other_text_encoders_are_named(write, caplog):
 def test_core_s_text_encode_still_gets_embeddings(write, host):
     encode = ("CLIPTextEncode", {"clip": ["load", 1], "text": ["write", 0]})
     got = write(nodes={"encode": encode, "catch encode": ("Catch", {"value": ["encode", 0], "name": "conditioning"})})
-    ((embeds, rest),) = got["conditioning"]
-    assert embeds.shape == (1, 300, 64) and rest["attention_mask"].sum() > 10
+    ((embeds, extra),) = got["conditioning"]
+    assert embeds.shape == (1, 300, 64) and extra["attention_mask"].sum() > 10

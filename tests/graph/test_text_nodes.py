@@ -9,9 +9,9 @@ LONG = "red " * 10_000
 
 
 @pytest.fixture
-def note(told):
+def note(node_texts):
     """A function that returns the last text shown under the node."""
-    return lambda: dict(told)["encode"]
+    return lambda: dict(node_texts)["encode"]
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def encode(host):
     """A function that runs one text node and returns embeddings and mask."""
 
     def run(text, instruction=True, node="SanaNodesTextEncode", field="text", reference="auto"):
-        own = {} if instruction is None else {"instruction": instruction}
+        options = {} if instruction is None else {"instruction": instruction}
         graph = {
             "load": ("SanaNodesLoader", {"model": "sana-tiny", "reference": reference}),
-            "encode": (node, {"clip": ["load", 1], field: text, **own}),
+            "encode": (node, {"clip": ["load", 1], field: text, **options}),
             "catch": ("Catch", {"value": ["encode", 0], "name": "conditioning"}),
         }
-        ((embeds, rest),) = host.run(graph)["conditioning"]
-        return embeds, rest["attention_mask"]
+        ((embeds, extra),) = host.run(graph)["conditioning"]
+        return embeds, extra["attention_mask"]
 
     return run
 
@@ -90,8 +90,8 @@ def test_a_prompt_list_splits_lines_only_at_line_ends(encode, note, inside):
     assert torch.equal(embeds[1:2], alone)
 
 
-def test_core_s_encoder_cuts_a_long_prompt_and_says_so(encode, told):
+def test_core_s_encoder_cuts_a_long_prompt_and_says_so(encode, node_texts):
     embeds, mask = encode(LONG, None, "CLIPTextEncode")
-    assert any("9701 of 10001 tokens were cut: SANA reads 300" in text for _, text in told)
+    assert any("9701 of 10001 tokens were cut: SANA reads 300" in text for _, text in node_texts)
     ours, our_mask = encode(LONG)
     assert torch.equal(embeds, ours) and torch.equal(mask, our_mask)

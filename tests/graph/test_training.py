@@ -52,11 +52,11 @@ def runs(host):
 def training_graph(base_graph, train_node, captions, runs):
     """A function of SANA Train's inputs: the base graph with two pictures learnt between loader and sampler."""
 
-    def build(text=captions[0], seed=0, draw=20, **own):
+    def build(text=captions[0], seed=0, draw=20, **options):
         graph = base_graph(text=text, seed=seed, steps=draw)
         graph["data"] = ("SanaNodesDataset", {"folder": "two", "resolution": 128})
         inputs = {"name": "run", "rank": 4, "steps": 6, "learning_rate": 3e-3, "batch_size": 2}
-        train_node(graph, model=["load", 0], dataset=["data", 0], **{**inputs, **own})
+        train_node(graph, model=["load", 0], dataset=["data", 0], **{**inputs, **options})
         graph["sample"][1]["model"] = ["train", 2]
         graph["catch lora"] = ("Catch", {"value": ["train", 0], "name": "lora"})
         graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
@@ -74,9 +74,9 @@ def picture_of(runs, name, step):
     return np.asarray(Image.open(runs / name / "pictures" / f"step-{step:07d}-00.png"))
 
 
-def said_by(told, node):
+def said_by(node_texts, node):
     """The last text under the node."""
-    return [text for own, text in told if own == node][-1]
+    return [text for events, text in node_texts if events == node][-1]
 
 
 def same_tensors(one, other):
@@ -88,18 +88,26 @@ def state_of(runs, name):
 
 
 def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, training_graph, captions, runs):
-    own = {"targets": "both", "rank": 16, "gradient_clip": 1.0, "caption_dropout": 0.0, "checkpoint_gradients": False}
-    graph = training_graph(name="learnt", steps=80, validate_every=80, validation_prompts=f"\n{captions[0]}\n", **own)
+    options = {
+        "targets": "both",
+        "rank": 16,
+        "gradient_clip": 1.0,
+        "caption_dropout": 0.0,
+        "checkpoint_gradients": False,
+    }
+    graph = training_graph(
+        name="learnt", steps=80, validate_every=80, validation_prompts=f"\n{captions[0]}\n", **options
+    )
     graph["save"] = ("SaveLoRA", {"lora": ["train", 0], "prefix": "loras/learnt"})
     graph["plot"] = ("LossGraphNode", {"loss": ["train", 1], "filename_prefix": "loss"})
-    made = host.run(graph)
-    losses = made["loss"]["loss"]
+    outputs = host.run(graph)
+    losses = outputs["loss"]["loss"]
     assert len(losses) == 80 and sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
     # The previews before and after the run equal images from the canvas.
     before, after = (picture_of(runs, "learnt", step).astype(int) for step in (0, 80))
     plain = host.run(base_graph(text=captions[0], seed=0, steps=20))["image"]
-    assert (pixels(plain) == before).all() and (pixels(made["image"]) == after).all()
+    assert (pixels(plain) == before).all() and (pixels(outputs["image"]) == after).all()
     learnt = np.asarray(Image.open(host.models.parent / "input" / "two" / "0.png")).astype(int)
     assert np.abs(after - learnt).mean() < 0.5 * np.abs(before - learnt).mean()
 
@@ -111,7 +119,7 @@ def test_two_pictures_are_learnt_and_drawn_by_the_next_nodes(host, base_graph, t
     loaders = {"LoraLoader": {**both, **pair}, "LoraLoaderModelOnly": both, "SanaNodesLoraLoader": both}
     for loader, inputs in loaders.items():
         graph = through(base_graph(text=captions[0], seed=0, steps=20), loader, **inputs)
-        assert torch.equal(host.run(graph)["image"], made["image"]), loader
+        assert torch.equal(host.run(graph)["image"], outputs["image"]), loader
 
 
 @pytest.mark.parametrize("method", ["dora", "lokr"])
@@ -120,8 +128,8 @@ def test_core_puts_each_method_s_lora_on_a_model_as_we_do(host, training_graph, 
     graph["core"] = ("LoraModelLoader", {"model": ["load", 0], **TRAINED})
     graph["core sample"] = ("SanaNodesSampler", {**graph["sample"][1], "model": ["core", 0]})
     graph["catch core"] = ("Catch", {"value": ["core sample", 0], "name": "core"})
-    made = host.run(graph)
-    assert torch.equal(made["core"]["samples"], made["latent"]["samples"])
+    outputs = host.run(graph)
+    assert torch.equal(outputs["core"]["samples"], outputs["latent"]["samples"])
 
 
 CANCELS = {
@@ -136,9 +144,9 @@ def test_a_cancelled_run_goes_on_as_if_it_never_was(host, training_graph, runs, 
     from comfy.model_management import interrupt_current_processing, throw_exception_if_processing_interrupted
 
     at, raises, every = CANCELS[case]
-    own = {"draw": 4, "warmup": 4, "schedule": "cosine", "ema": 0.9, "batch_size": 1, "validate_every": every}
-    own["validation_prompts"] = "a red circle on a blue background"
-    whole = host.run(training_graph(name=f"whole {every}", **own))
+    options = {"draw": 4, "warmup": 4, "schedule": "cosine", "ema": 0.9, "batch_size": 1, "validate_every": every}
+    options["validation_prompts"] = "a red circle on a blue background"
+    undivided = host.run(training_graph(name=f"whole {every}", **options))
 
     def cancel(value, total, preview):
         if (value, total) == (at, 6):
@@ -148,48 +156,50 @@ def test_a_cancelled_run_goes_on_as_if_it_never_was(host, training_graph, runs, 
 
     watched(cancel)
     with pytest.raises(InterruptedError, match="train"):
-        host.run(training_graph(name=case, **own))
+        host.run(training_graph(name=case, **options))
     assert [step for step, _ in find_states(runs / case)] == [at]
     watched(lambda value, total, preview: None)
-    again = host.run(training_graph(name=case, **own))
-    assert again["loss"] == whole["loss"] and len(again["loss"]["loss"]) == 6
-    assert same_tensors(again["lora"], whole["lora"]) and torch.equal(again["image"], whole["image"])
+    again = host.run(training_graph(name=case, **options))
+    assert again["loss"] == undivided["loss"] and len(again["loss"]["loss"]) == 6
+    assert same_tensors(again["lora"], undivided["lora"]) and torch.equal(again["image"], undivided["image"])
     assert same_tensors(state_of(runs, case), state_of(runs, f"whole {every}"))
 
 
 def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, training_graph, runs):
-    own = {"validate_every": 0, "draw": 4}
-    whole = host.run(training_graph(name="six", **own))
-    short = host.run(training_graph(name="four", steps=4, **own))
+    options = {"validate_every": 0, "draw": 4}
+    undivided = host.run(training_graph(name="six", **options))
+    short = host.run(training_graph(name="four", steps=4, **options))
     log = runs / "four" / "log.jsonl"
     stamp = log.read_text()
-    again = host.run(training_graph(name="four", steps=4, **own))
+    again = host.run(training_graph(name="four", steps=4, **options))
     assert log.read_text() == stamp and again["loss"] == short["loss"] and same_tensors(again["lora"], short["lora"])
-    longer = host.run(training_graph(name="four", steps=6, **own))
-    assert longer["loss"] == whole["loss"] and same_tensors(longer["lora"], whole["lora"])
+    longer = host.run(training_graph(name="four", steps=6, **options))
+    assert longer["loss"] == undivided["loss"] and same_tensors(longer["lora"], undivided["lora"])
     assert log.read_text().startswith(stamp)
 
 
-def test_a_trained_lora_is_in_the_lists_and_replaces_no_file_of_the_user(host, training_graph, runs, told, put):
+def test_a_trained_lora_is_in_the_lists_and_replaces_no_file_of_the_user(
+    host, training_graph, runs, node_texts, install
+):
     import folder_paths
 
-    own = {"validate_every": 0, "draw": 1}
+    options = {"validate_every": 0, "draw": 1}
     for steps in (1, 2):
-        host.run(training_graph(name="listed", steps=steps, **own))
+        host.run(training_graph(name="listed", steps=steps, **options))
         assert "listed.safetensors" in folder_paths.get_filename_list("loras")
-        assert said_by(told, "train").startswith("press R, then choose listed.safetensors; ")
+        assert said_by(node_texts, "train").startswith("press R, then choose listed.safetensors; ")
         listed = folder_paths.get_full_path("loras", "listed.safetensors")
         assert Path(listed).read_bytes() == (runs / "listed" / "listed.safetensors").read_bytes()
 
     mine = torch.zeros(3)
-    put("loras", "hidden.safetensors", {"mine": mine})
+    install("loras", "hidden.safetensors", {"mine": mine})
     (host.output / "loras" / "taken.safetensors").write_text("mine")
     for name in ("hidden", "taken"):
         for steps in (1, 2):
-            host.run(training_graph(name=name, steps=steps, **own))
+            host.run(training_graph(name=name, steps=steps, **options))
             listed = host.output / "loras" / f"{name}-2.safetensors"
             assert listed.read_bytes() == (runs / name / f"{name}.safetensors").read_bytes()
-        assert said_by(told, "train").startswith(
+        assert said_by(node_texts, "train").startswith(
             f"press R, then choose {name}-2.safetensors; {name}.safetensors is another file, which"
         )
         assert not (host.output / "loras" / f"{name}-3.safetensors").exists()
@@ -214,10 +224,10 @@ def test_a_list_that_cannot_be_written_is_completed_by_the_next_run(host, traini
     assert (runs / "blocked" / "log.jsonl").read_text() == log
 
 
-def test_a_run_begins_with_an_existing_lora(host, training_graph, runs, put):
-    own = {"validate_every": 0, "draw": 1, "steps": 2}
-    lora = host.run(training_graph(name="before", **own))["lora"]
-    again = {"existing_lora": put("loras", "before.safetensors", lora), "learning_rate": 0.0, **own}
+def test_a_run_begins_with_an_existing_lora(host, training_graph, runs, install):
+    options = {"validate_every": 0, "draw": 1, "steps": 2}
+    lora = host.run(training_graph(name="before", **options))["lora"]
+    again = {"existing_lora": install("loras", "before.safetensors", lora), "learning_rate": 0.0, **options}
     assert same_tensors(host.run(training_graph(name="after", **again))["lora"], lora)
     with pytest.raises(
         NodeError, match="^existing_lora: loras/before.safetensors: .*got rank 4, but rank is 8; set rank to 4"
@@ -229,10 +239,10 @@ def test_a_run_begins_with_an_existing_lora(host, training_graph, runs, put):
 
 def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_graph, runs):
     shutil.copytree(host.models.parent / "input" / "two", host.models.parent / "input" / "others")
-    own, losses = {"validate_every": 0, "draw": 1, "steps": 4, "batch_size": 1}, {}
+    options, losses = {"validate_every": 0, "draw": 1, "steps": 4, "batch_size": 1}, {}
     try:
         for weight in (0.0, 1.0):
-            graph = training_graph(name=f"beside {weight:.0f}", prior_loss_weight=weight, **own)
+            graph = training_graph(name=f"beside {weight:.0f}", prior_loss_weight=weight, **options)
             graph["others"] = ("SanaNodesDataset", {"folder": "others", "resolution": 128})
             graph["settings"][1]["regularisation"] = ["others", 0]
             losses[weight] = host.run(graph)["loss"]["loss"]
@@ -245,7 +255,7 @@ def test_regularisation_images_are_learnt_as_often_as_the_others(host, training_
     assert [loss == 0.0 for loss in losses[0.0]].count(True) == 2 and all(losses[1.0])
 
 
-def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, train_node, controlled, runs, told):
+def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, train_node, controlled, runs, node_texts):
     inputs = {"name": "edges", "blocks": 3, "steps": 6, "learning_rate": 3e-3, "batch_size": 2, "gradient_clip": 0.0}
     graph = base_graph(steps=2)
     graph["load"][1]["model"] = "sana-posters (bundled)"
@@ -259,21 +269,24 @@ def test_a_controlnet_is_trained_and_steers_the_next_nodes(host, base_graph, tra
     graph["catch steered"] = ("Catch", {"value": ["steered", 0], "name": "steered"})
     graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
     graph["catch control"] = ("Catch", {"value": ["train", 0], "name": "control"})
-    made = host.run(graph)
-    assert len(made["loss"]["loss"]) == 6
-    assert (made["steered"]["samples"] - made["latent"]["samples"]).abs().mean() > 1e-3
+    outputs = host.run(graph)
+    assert len(outputs["loss"]["loss"]) == 6
+    assert (outputs["steered"]["samples"] - outputs["latent"]["samples"]).abs().mean() > 1e-3
     folder = find_states(runs / "edges")[-1][1] / "controlnet"
     listed = "edges/diffusion_pytorch_model.safetensors"
-    assert said_by(told, "train").startswith(f"press R, then choose {listed}; 6 steps")
+    assert said_by(node_texts, "train").startswith(f"press R, then choose {listed}; 6 steps")
     loaded = host.output_of("SanaNodesControlNetLoader", control_net_name=listed).control_model.state_dict()
-    assert same_tensors(loaded, made["control"].control_model.state_dict())
-    saved, held = load_file(folder / "diffusion_pytorch_model.safetensors"), made["control"].control_model.state_dict()
+    assert same_tensors(loaded, outputs["control"].control_model.state_dict())
+    saved, held = (
+        load_file(folder / "diffusion_pytorch_model.safetensors"),
+        outputs["control"].control_model.state_dict(),
+    )
     assert saved.keys() == held.keys() and all(torch.equal(saved[name], held[name].cpu()) for name in saved)
 
     graph["train"][1]["steps"] = 7
     control = host.run(graph)["control"].control_model.state_dict()
-    assert sorted(each.name for each in (host.output / "controlnet").iterdir()) == ["edges"]
-    assert same_tensors(load_file(host.output / "controlnet" / listed), {n: each.cpu() for n, each in control.items()})
+    assert sorted(item.name for item in (host.output / "controlnet").iterdir()) == ["edges"]
+    assert same_tensors(load_file(host.output / "controlnet" / listed), {n: item.cpu() for n, item in control.items()})
 
     graph["data"][1]["folder"] = "cyanotypes (bundled)"
     graph["train"][1]["name"] = "none"
@@ -300,14 +313,14 @@ def test_before_it_begins_it_says_what_fits(host, checkpoint):
 
 def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):
     pytest.importorskip("pytorch_optimizer")
-    own, learnt = {"optimizer": "prodigy", "learning_rate": 1.0, "gradient_clip": 1.0, "steps": 4, "draw": 1}, {}
+    options, learnt = {"optimizer": "prodigy", "learning_rate": 1.0, "gradient_clip": 1.0, "steps": 4, "draw": 1}, {}
     for name, values in {"as set": {}, "farther": {"d0": 1e-3}, "faster": {"d_coef": 100.0}}.items():
-        lora = host.run(training_graph(name=name, **own, **values))["lora"]
+        lora = host.run(training_graph(name=name, **options, **values))["lora"]
         learnt[name] = sum(float(lora[key].abs().sum()) for key in lora if "lora_B" in key)
     assert 2 * learnt["as set"] < min(learnt["farther"], learnt["faster"]), learnt
 
 
-def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
+def test_the_node_shows_step_and_pictures(host, training_graph, watched, node_texts):
     seen = []
     watched(lambda value, total, preview: seen.append((value, total, preview)))
     host.run(training_graph(name="shown", validation_prompts="a\u2028cat\r\nb", validate_every=2, draw=2))
@@ -319,22 +332,22 @@ def test_the_node_shows_step_and_pictures(host, training_graph, watched, told):
     # two pictures side by side above the curve
     assert kind == "JPEG" and image.size == (512, 256 + 128) and largest is None
     assert len(image.crop((0, 256, 512, 384)).getcolors(10_000)) > 2
-    own = [text for node, text in told if node == "train"]
-    assert any(text.startswith("latents and captions: ") for text in own)
-    assert any(text.startswith("step 6 of 6, loss 0.") for text in own)
-    assert own[-1] == "press R, then choose shown.safetensors; 6 steps"
+    events = [text for node, text in node_texts if node == "train"]
+    assert any(text.startswith("latents and captions: ") for text in events)
+    assert any(text.startswith("step 6 of 6, loss 0.") for text in events)
+    assert events[-1] == "press R, then choose shown.safetensors; 6 steps"
 
 
 def test_a_model_of_single_files_learns_the_same_with_their_clip_and_vae(host, training_graph, single_files, runs):
-    own = {"validate_every": 0, "draw": 2}
-    whole = host.run(training_graph(name="whole", **own))
-    graph = {**training_graph(name="parts", clip=["clip", 0], vae=["vae", 0], **own), **single_files}
+    options = {"validate_every": 0, "draw": 2}
+    uninterrupted = host.run(training_graph(name="whole", **options))
+    graph = {**training_graph(name="parts", clip=["clip", 0], vae=["vae", 0], **options), **single_files}
     graph["train"][1]["model"] = ["model", 0]
     # a text encoder alone reads prompts as NVIDIA's code does
     for loader in ("model", "clip"):
         graph[loader] = (graph[loader][0], {**graph[loader][1], "reference": "diffusers"})
     parts = host.run(graph)
-    assert same_tensors(parts["lora"], whole["lora"]) and parts["loss"] == whole["loss"]
+    assert same_tensors(parts["lora"], uninterrupted["lora"]) and parts["loss"] == uninterrupted["loss"]
 
 
 CORE = {
@@ -371,8 +384,8 @@ def test_core_s_trainer_trains_our_model(host, base_graph, captions, algorithm):
         graph["train"] = ("TrainLoraNode", {**CORE, **inputs, "algorithm": algorithm})
         graph = through(graph, "LoraModelLoader", **TRAINED)
         graph["catch loss"] = ("Catch", {"value": ["train", 1], "name": "loss"})
-        made = host.run(graph)
-        losses[rate], images[rate] = made["loss"]["loss"], made["image"]
+        outputs = host.run(graph)
+        losses[rate], images[rate] = outputs["loss"]["loss"], outputs["image"]
     assert sum(losses[3e-3][6:]) < 0.9 * sum(losses[1e-7][6:])
     assert (images[3e-3] - images[1e-7]).abs().mean() > 1e-3
 

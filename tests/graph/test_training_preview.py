@@ -36,11 +36,13 @@ def pictures(tmp_path_factory):
 def run(pictures, tmp_path):
     """A function of settings that trains for STEPS on the pictures, and draws PROMPTS before and after."""
 
-    def start(model, rate, validation=(), **own):
+    def start(model, rate, validation=(), **options):
         phase = (Phase((str(pictures),), 128, batch=4, steps=STEPS, learning_rate=rate),)
         looks = Validation(every=STEPS, prompts=PROMPTS, **dict(validation))
         out = str(tmp_path / "out")
-        return train(check_settings(TrainingSettings(str(model), out, phase, dtype="float32", validation=looks, **own)))
+        return train(
+            check_settings(TrainingSettings(str(model), out, phase, dtype="float32", validation=looks, **options))
+        )
 
     return start
 

@@ -45,7 +45,7 @@ def decoded(host, graph, node="SanaNodesDecode", **inputs):
 
 
 @pytest.fixture
-def whole(host, latent, checkpoint):
+def undivided(host, latent, checkpoint):
     """The library's undivided decode of a latent, as an IMAGE."""
     from diffusers import AutoencoderDC
 
@@ -59,9 +59,9 @@ def whole(host, latent, checkpoint):
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 1, 1), (2, 32, 9, 7), (1, 32, 16, 24)])
-def test_core_s_decode_nodes_give_the_undivided_pixels(host, latent, whole, shape):
+def test_core_s_decode_nodes_give_the_undivided_pixels(host, latent, undivided, shape):
     samples, graph = latent(*shape)
-    expected = whole(samples)
+    expected = undivided(samples)
     ours = decoded(host, graph)["image"]
     assert_same(ours, expected)
     assert torch.equal(decoded(host, graph, "VAEDecode")["image"], ours)
@@ -70,14 +70,14 @@ def test_core_s_decode_nodes_give_the_undivided_pixels(host, latent, whole, shap
 
 
 @pytest.mark.parametrize("options", [{"method": "strips", "budget_gb": 0.02}, {"method": "whole"}, {"devices": "all"}])
-def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, whole, options):
+def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, undivided, options):
     samples, graph = latent(1, 32, 12, 10)
     got = decoded(host, graph, **options)
-    assert_same(got["image"], whole(samples))
+    assert_same(got["image"], undivided(samples))
     assert "MB predicted" in got["report"] and got["report"].startswith(options.get("method", "strips"))
 
 
-def test_the_report_counts_all_groups_of_images(host, latent, whole, monkeypatch):
+def test_the_report_counts_all_groups_of_images(host, latent, undivided, monkeypatch):
     """ComfyUI decodes several images together if they fit into the free memory."""
     from comfy.model_patcher import ModelPatcher
 
@@ -89,7 +89,7 @@ def test_the_report_counts_all_groups_of_images(host, latent, whole, monkeypatch
         ModelPatcher, "get_free_memory", lambda self, device: 1 if self is not None else real(self, device)
     )
     groups = decoded(host, graph, **options)
-    assert_same(groups["image"], whole(samples))
+    assert_same(groups["image"], undivided(samples))
     strips = [re.search(r"(\d+) strips", got["report"])[1] for got in (together, groups)]
     assert strips[0] == strips[1] and int(strips[0]) % 3 == 0
 
@@ -211,7 +211,7 @@ def test_cancel_ends_a_decode_at_once_and_the_next_one_is_whole(host, latent, mo
     assert torch.equal(decoded(host, graph, **options)["image"], expected)
 
 
-def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, latent, whole, monkeypatch):
+def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, latent, undivided, monkeypatch):
     rows = pack("sana_core.decode.streaming")
     convolve, calls = rows.convolve, []
 
@@ -223,7 +223,7 @@ def test_memory_that_runs_out_shrinks_the_strips_in_core_s_decode_too(host, late
 
     monkeypatch.setattr(rows, "convolve", fail_once)
     samples, graph = latent(1, 32, 16, 12)
-    assert_same(decoded(host, graph, "VAEDecode")["image"], whole(samples))
+    assert_same(decoded(host, graph, "VAEDecode")["image"], undivided(samples))
     assert len(calls) > 4
 
 
@@ -242,8 +242,8 @@ def test_the_predicted_memory_is_what_core_reserves(host, latent):
 
 
 def test_the_plan_is_a_chart_and_text(host):
-    own = {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}
-    chart, figures = (host.output_of("SanaNodesPlan", slot, **own) for slot in (0, 1))
+    options = {"variant": "1.6B", "width": 4096, "height": 4096, "batch_size": 1}
+    chart, figures = (host.output_of("SanaNodesPlan", slot, **options) for slot in (0, 1))
     assert chart.shape == (1, 300, 900, 3) and chart.std() > 0.05
     assert "decode, whole: not possible" in figures and "decode, strips: " in figures
 
@@ -273,7 +273,7 @@ def test_the_plan_of_a_gpu_without_bf16_says_so_in_three_lines(host, monkeypatch
     assert bool((chart[:, :, -20:] == chart[0, 0, 0]).all())
 
 
-def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, whole, monkeypatch):
+def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, undivided, monkeypatch):
     import comfy.model_management as management
 
     cpu, second = torch.device("cpu"), torch.device("cpu", 0)
@@ -284,7 +284,7 @@ def test_comfyui_clears_the_other_cards_for_their_decoders(host, latent, whole, 
     )
     samples, graph = latent(1, 32, 16, 12)
     got = decoded(host, graph, devices="all")
-    assert_same(got["image"], whole(samples))
-    ((size, device),) = [each for each in cleared if each[1] == second]
+    assert_same(got["image"], undivided(samples))
+    ((size, device),) = [item for item in cleared if item[1] == second]
     vae = host.output_of("SanaNodesLoader", 2, model="sana-tiny")
     assert size == vae.model_size() + vae.memory_used_decode(samples.shape, torch.float32)

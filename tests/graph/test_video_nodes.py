@@ -24,9 +24,9 @@ BOUND = 1e-5
 @pytest.fixture(scope="module")
 def folders(host):
     root = host.models / "diffusers"
-    made = {name: video_models.save_folder(name, root / f"video-{name}") for name in video_models.MODELS}
-    yield made
-    for folder in made.values():
+    path = {name: video_models.save_folder(name, root / f"video-{name}") for name in video_models.MODELS}
+    yield path
+    for folder in path.values():
         shutil.rmtree(folder)
 
 
@@ -123,7 +123,7 @@ def test_core_decodes_what_diffusers_does(host, build, name):
     vae, latents = video_models.autoencoder(name), normalised(name, got["latent"]["samples"])
     shape = (1, -1, 1, 1, 1)
     mean, std = (vae.config[key] if name == "480p" else getattr(vae, key) for key in ("latents_mean", "latents_std"))
-    mean, std = (torch.as_tensor(each).view(shape) for each in (mean, std))
+    mean, std = (torch.as_tensor(item).view(shape) for item in (mean, std))
     with torch.no_grad():
         expected = vae.decode(latents * std + mean, return_dict=False)[0] / 2 + 0.5
     torch.testing.assert_close(got["frames"], expected.clamp(0, 1)[0].movedim(0, -1), atol=BOUND, rtol=0)
@@ -243,8 +243,8 @@ def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, na
     channels, patch, *_ = video_models.MODELS[name]
     with torch.device("meta"):
         config = {"in_channels": channels, "out_channels": channels, "patch_size": (1, patch, patch)}
-        whole = SanaVideoTransformer3DModel(num_layers=2, mlp_ratio=3.0, **config)
-    file = layouts.sparse(whole, tmp_path / "video.safetensors")
+        undivided = SanaVideoTransformer3DModel(num_layers=2, mlp_ratio=3.0, **config)
+    file = layouts.sparse(undivided, tmp_path / "video.safetensors")
     with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
         patcher = load_model(patched, file)
         prompts = pack("nodes.host.sampling.prompts")
@@ -362,7 +362,7 @@ def test_a_decoder_of_images_says_how_to_decode_a_video_and_which_vae_an_image_n
         host.run(graph)
 
 
-def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build, name, told):
+def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build, name, node_texts):
     graph = {key: node for key, node in build(**OURS).items() if key in ("load", "empty")}
     graph["catch"] = ("Catch", {"value": ["empty", 0], "name": "latent"})
     default, cell = ("832 x 480", 8) if name == "480p" else ("1280 x 704", 32)
@@ -375,7 +375,7 @@ def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build,
     ):
         graph["empty"][1].update(width=sides[0], height=sides[1])
         assert host.run(graph)["latent"]["samples"].shape[-2:] == cells
-        assert told[-1][0] == "empty" and told[-1][1].startswith(text)
+        assert node_texts[-1][0] == "empty" and node_texts[-1][1].startswith(text)
     graph["empty"][1].update(width=0)
     with pytest.raises(NodeError, match="^width: got 0 beside 128; set both sides, or both to 0 for the model's size$"):
         host.run(graph)
@@ -458,13 +458,13 @@ def test_a_broken_vae_is_one_line_that_names_it(host, name, tmp_path, folders, b
 
 
 @pytest.mark.parametrize("change", ["another shape", "another rank", "no layer", "NaN"])
-def test_a_broken_vae_without_a_configuration_is_one_line(host, put, name, folders, change):
+def test_a_broken_vae_without_a_configuration_is_one_line(host, install, name, folders, change):
     tensors = load_file(folders[name] / "vae" / "diffusion_pytorch_model.safetensors")
     layer = tensors.pop(LAYER[name])
     changes = {"another shape": layer[:1].clone(), "another rank": layer.flatten(), "NaN": layer * torch.nan}
     if change in changes:
         tensors[LAYER[name]] = changes[change]
-    put("vae", "broken.safetensors", tensors)
+    install("vae", "broken.safetensors", tensors)
     with pytest.raises(NodeError) as caught:
         load = ("SanaNodesVAELoader", {"vae_name": "broken.safetensors"})
         host.run({"load": load, "catch": ("Catch", {"value": ["load", 0], "name": "vae"})})

@@ -62,12 +62,12 @@ def canvas_graph(case, reference, model, node):
     }
     if node == "SamplerCustomAdvanced":
         return {**graph, "sample": (node, custom)}
-    own = {
+    changes = {
         "SanaNodesSampler": {**ours, "latent_image": ["empty", 0]},
         "KSampler": {**cores, "denoise": 1.0, "latent_image": ["empty", 0]},
         "SanaNodesBatchSampler": {**ours, "count": 1, "latent_image": ["empty", 0], "devices": "default", "chunk": 0},
     }[node]
-    return {**graph, "sample": (node, {**links, **own})}
+    return {**graph, "sample": (node, {**links, **changes})}
 
 
 # Only the first two cases use diffusers' reference without the slow tests.

@@ -53,10 +53,10 @@ SHAPES = [
 @pytest.mark.parametrize("node", DECODES)
 def test_malformed_latents_are_refused_by_each_decode(host, node, shape):
     said = node_fails(host, node, DECODES[node], {"samples": torch.rand(shape)})
-    wanted = f"samples: got a latent of shape {list(shape)}, expected [batch, 32, height / 32, width / 32]"
+    message = f"samples: got a latent of shape {list(shape)}, expected [batch, 32, height / 32, width / 32]"
     if len(shape) == 5 and node == "SanaNodesDecode":
-        wanted = "samples: got the latent of a video, expected one of images"
-    assert said.startswith(wanted)
+        message = "samples: got the latent of a video, expected one of images"
+    assert said.startswith(message)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
@@ -73,11 +73,11 @@ def test_latents_that_overflow_in_the_decoder_are_an_error(host, node, factor):
     latents = factor * torch.ones(2, 32, 4, 4)
     latents[0] = 0
     said = node_fails(host, node, DECODES[node], {"samples": latents})
-    wanted = (
+    message = (
         r"^samples: image 1 has NaN or infinity after the decode, because its latents reach \S+, expected about 10; "
     )
     assert pytest.approx(abs(factor), rel=0.01) == float(said.split("reach ")[1].split(",")[0]), said
-    assert re.match(wanted, said), said
+    assert re.match(message, said), said
 
 
 def test_a_batch_whose_decoder_overflows_names_its_images(host):

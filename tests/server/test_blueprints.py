@@ -24,7 +24,7 @@ def test_every_blueprint_is_offered_as_it_is(offered):
 
 @pytest.mark.parametrize("name", [path.stem for path in BLUEPRINTS])
 def test_a_blueprint_has_nodes_of_this_server_and_whole_links(server, offered, name):
-    known, (subgraph,), (node,) = (
+    known_nodes, (subgraph,), (node,) = (
         json.loads(get(server, "/object_info")),
         offered[name]["definitions"]["subgraphs"],
         offered[name]["nodes"],
@@ -32,8 +32,8 @@ def test_a_blueprint_has_nodes_of_this_server_and_whole_links(server, offered, n
     assert node["type"] == subgraph["id"] and subgraph["name"] == node["title"] == name
     nodes = {inner["id"]: inner for inner in subgraph["nodes"]}
     for inner in nodes.values():
-        about = known[inner["type"]]["input"]
-        assert {each["name"] for each in inner["inputs"]} <= {**about["required"], **about.get("optional", {})}.keys()
+        about = known_nodes[inner["type"]]["input"]
+        assert {item["name"] for item in inner["inputs"]} <= {**about["required"], **about.get("optional", {})}.keys()
     for link in subgraph["links"]:
         source = nodes[link["origin_id"]]["outputs"] if link["origin_id"] > 0 else subgraph["inputs"]
         target = nodes[link["target_id"]]["inputs"] if link["target_id"] > 0 else subgraph["outputs"]
@@ -41,5 +41,5 @@ def test_a_blueprint_has_nodes_of_this_server_and_whole_links(server, offered, n
         end = target[link["target_slot"]]
         assert link["id"] in end.get("linkIds", [end.get("link")])
     for side in ("inputs", "outputs"):
-        assert [each["name"] for each in node[side]] == [each["name"] for each in subgraph[side]]
-        assert all(each["linkIds"] for each in subgraph[side])
+        assert [item["name"] for item in node[side]] == [item["name"] for item in subgraph[side]]
+        assert all(item["linkIds"] for item in subgraph[side])

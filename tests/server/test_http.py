@@ -51,8 +51,8 @@ def test_the_demo_draws_what_the_prompt_says_with_progress_and_previews(server, 
 def test_the_loader_writes_under_itself_what_it_found(server, demo):
     demo["1"]["inputs"]["resolution"] = "512"
     texts = [event for event in run_graph(server, demo) if isinstance(event, bytes) and event[3] == TEXT]
-    told = b"SANA 2.3M, 512 px (chosen), diffusers layout, bfloat16"
-    assert [told in text for text in texts] == [True, False, False, False, False]
+    message = b"SANA 2.3M, 512 px (chosen), diffusers layout, bfloat16"
+    assert [message in text for text in texts] == [True, False, False, False, False]
     assert all(b"of 300 tokens" in text for text in texts[1:3])
     assert b"128 x 128 is far from this model's training size; use 512 x 512" in texts[3]
     assert b"strips" in texts[4] and b"MB predicted" in texts[4]

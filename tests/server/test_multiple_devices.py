@@ -19,10 +19,10 @@ WANTED = [("red", "circle", "blue"), ("blue", "square", "white")]
 def test_two_workers_draw_what_the_prompts_say_with_progress_previews_and_a_report(server, demo):
     demo["2"] = {"class_type": "SanaNodesPromptList", "inputs": {"clip": ["1", 1], "prompts": "\n".join(PROMPTS)}}
     demo["2"]["inputs"]["instruction"] = True
-    own = demo["5"]["inputs"]
+    sampler_inputs = demo["5"]["inputs"]
     for name in ("denoise", "model_defaults"):
-        del own[name]
-    own.update(count=2, devices="cpu x 2", chunk=1, vae=["1", 2])
+        del sampler_inputs[name]
+    sampler_inputs.update(count=2, devices="cpu x 2", chunk=1, vae=["1", 2])
     demo["5"]["class_type"] = "SanaNodesBatchSampler"
     demo["7"]["inputs"]["images"] = ["5", 1]
     del demo["6"]
@@ -42,13 +42,13 @@ def test_the_example_client_queues_a_file_of_prompts(server, tmp_path):
     command = [sys.executable, str(ROOT / "docs" / "examples" / "queue_prompts.py"), "prompts.txt", "--together", "4"]
     command += ["--server", f"http://{server.address}", "--devices", "default", "--model", "sana-tiny"]
     command += ["--width", "128", "--height", "128"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "queued 6 prompts in 2 graphs" in done.stdout
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "queued 6 prompts in 2 graphs" in process.stdout
     pictures = sorted((tmp_path / "pictures").glob("*.png"))
     assert [path.name for path in pictures] == [f"{i:05d}_0.png" for i in range(6)]
-    for path, wanted in zip(pictures, WANTED * 3, strict=True):
-        assert judge(np.asarray(Image.open(path).convert("RGB"))) == wanted
+    for path, number in zip(pictures, WANTED * 3, strict=True):
+        assert judge(np.asarray(Image.open(path).convert("RGB"))) == number
 
 
 def test_the_example_client_ends_when_the_queue_is_cleared(server, demo, tmp_path):

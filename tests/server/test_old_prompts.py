@@ -21,20 +21,20 @@ def files(checkpoint, worker_id):
     """The bundled model as the three files that old graphs name."""
     models = base_directory(f"test-server-{worker_id}") / "models"
     tokenizer = (checkpoint / "tokenizer" / "tokenizer.json").read_bytes()
-    own = {"text_encoder": {"tokenizer_json": torch.frombuffer(bytearray(tokenizer), dtype=torch.uint8)}}
+    options = {"text_encoder": {"tokenizer_json": torch.frombuffer(bytearray(tokenizer), dtype=torch.uint8)}}
     places = {
         "transformer": "diffusion_models/sana.safetensors",
         "text_encoder": "text_encoders/gemma.safetensors",
         "vae": "vae/dc-ae.safetensors",
     }
-    made = []
+    created = []
     for part, place in places.items():
         tensors = read_file(next((checkpoint / part).glob("*.safetensors")))
         config = (checkpoint / part / "config.json").read_text()
         (models / place).parent.mkdir(exist_ok=True)
-        made.append(layouts.save({**tensors, **own.get(part, {})}, models / place, config=config))
+        created.append(layouts.save({**tensors, **options.get(part, {})}, models / place, config=config))
     yield
-    for path in made:
+    for path in created:
         path.unlink()
 
 
@@ -52,12 +52,12 @@ def test_what_the_migration_page_lists_runs_with_and_without_meta(server, files,
     graphs = [graph_with(latent) for latent in ("EmptySanaLatentImage", "EmptyDCAELatentImage")]
     page = dict(LISTED.findall((ROOT / "docs" / "migration.md").read_text()))
     listed = {kind for kinds, ours in page.items() if ours != "none" for kind in kinds.split(", ")} - {"their node"}
-    assert listed <= {each["class_type"] for graph in graphs for each in graph.values()}
+    assert listed <= {value["class_type"] for graph in graphs for value in graph.values()}
     for seed, graph in enumerate(graphs, 2 * meta):
         graph["sample"]["inputs"]["seed"] = seed
         if not meta:
-            for each in graph.values():
-                del each["_meta"]
+            for value in graph.values():
+                del value["_meta"]
         (image,) = images_of(list(run_graph(server, graph)))
         assert Image.open(io.BytesIO(get(server, "/view", **image))).size == (512, 512)
 
@@ -66,8 +66,8 @@ def test_a_node_of_theirs_that_none_replaces_is_named(server, files):
     graph = graph_with("EmptySanaLatentImage")
     graph["scm"] = node("ScmModelSampling", model=["model", 0])
     graph["sample"]["inputs"]["model"] = ["scm", 0]
-    for each in graph.values():
-        del each["_meta"]
+    for value in graph.values():
+        del value["_meta"]
     with pytest.raises(GraphError, match="ScmModelSampling"):
         list(run_graph(server, graph))
 

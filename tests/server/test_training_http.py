@@ -39,24 +39,24 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     for most in (entries, STEPS):
         values = [value for value, total in bars if total == most]
         assert values == sorted(values) and values[0] < most == values[-1]
-    own = [event for event in events if isinstance(event, bytes)]
-    texts = [event for event in own if event[3] == TEXT]
+    previews = [event for event in events if isinstance(event, bytes)]
+    texts = [event for event in previews if event[3] == TEXT]
     assert any(f"step {STEPS} of {STEPS}, loss 0.".encode() in text for text in texts)
     assert texts[-1].endswith(b"press R, then choose whole.safetensors; 30 steps")
     # ComfyUI's own loader lists the LoRA without a restart, and loads it.
     info = json.loads(get(server, "/object_info/LoraLoaderModelOnly"))["LoraLoaderModelOnly"]
     assert "whole.safetensors" in info["input"]["required"]["lora_name"][0]
-    preview = Image.open(io.BytesIO([event for event in own if event[3] != TEXT][-1][8:]))
+    preview = Image.open(io.BytesIO([event for event in previews if event[3] != TEXT][-1][8:]))
     assert preview.format == "JPEG" and preview.size == (512, 512 + 128)
     executed = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
-    (shown,) = next(each["output"]["images"] for each in executed if each["node"] == "3")
+    (shown,) = next(item["output"]["images"] for item in executed if item["node"] == "3")
     fetched = get(server, "/view", **shown)
     sheet = Image.open(server.output / "sana_training" / "whole" / "validations.png")
     assert Image.open(io.BytesIO(fetched)).tobytes() == sheet.tobytes()
 
     for event in run_graph(server, training("broken")):
-        own = event["data"] if isinstance(event, dict) and event["type"] == "progress" else {}
-        if own.get("max") == STEPS and own["value"] > 0:
+        previews = event["data"] if isinstance(event, dict) and event["type"] == "progress" else {}
+        if previews.get("max") == STEPS and previews["value"] > 0:
             post(server, "/interrupt")
     assert event["type"] == "execution_interrupted" and event["data"]["node_id"] == "3"
     assert 0 < len(losses(server, "broken")) < STEPS

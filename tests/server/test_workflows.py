@@ -21,8 +21,8 @@ def object_info(server):
 
 def graphs_of(path):
     """The graph of a file, and the subgraphs in it."""
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    return [whole, *whole.get("definitions", {}).get("subgraphs", [])]
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    return [workflow, *workflow.get("definitions", {}).get("subgraphs", [])]
 
 
 def nodes_of(path):
@@ -61,8 +61,8 @@ def test_every_other_node_of_the_pack_is_in_a_template_or_a_blueprint(object_inf
 def test_no_two_nodes_have_an_id(path):
     ids = [node["id"] for node in nodes_of(path)]
     assert len(ids) == len(set(ids))
-    known = [each["id"] for each in graphs_of(path)]
-    assert len(known) == len(set(known))
+    known_names = [item["id"] for item in graphs_of(path)]
+    assert len(known_names) == len(set(known_names))
 
 
 @FILES
@@ -95,20 +95,20 @@ def test_what_a_node_is_set_to_is_among_its_options(object_info, path):
         values = iter(node["widgets_values"] if about else ())
         fields = {**about["input"].get("required", {}), **about["input"].get("optional", {})} if about else {}
         for name in [entry["name"] for entry in node["inputs"] if about and "widget" in entry]:
-            value, (kind, *rest) = next(values), fields.get(name, ("",))
-            options = kind if isinstance(kind, list) else (rest[0] if rest else {}).get("options", [])
+            value, (kind, *remaining) = next(values), fields.get(name, ("",))
+            options = kind if isinstance(kind, list) else (remaining[0] if remaining else {}).get("options", [])
             if options and kind != "COMFY_DYNAMICCOMBO_V3":
                 assert value in options or value in DOWNLOADS, (node["type"], name)
-            if rest and rest[0].get("control_after_generate"):
+            if remaining and remaining[0].get("control_after_generate"):
                 assert next(values) in ("fixed", "randomize")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_links_lead_to_the_right_or_down_in_a_column(path):
-    whole, *subgraphs = graphs_of(path)
+    undivided, *subgraphs = graphs_of(path)
     links = {id(graph): graph["links"] for graph in subgraphs}
-    links[id(whole)] = [{"origin_id": link[1], "target_id": link[3]} for link in whole["links"]]
-    for graph in (whole, *subgraphs):
+    links[id(undivided)] = [{"origin_id": link[1], "target_id": link[3]} for link in undivided["links"]]
+    for graph in (undivided, *subgraphs):
         nodes = {node["id"]: node for node in graph["nodes"]}
         for link in links[id(graph)]:
             if link["origin_id"] > 0 and link["target_id"] > 0:

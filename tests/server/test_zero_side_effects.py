@@ -39,8 +39,8 @@ def audited(tmp_path, source):
     (tmp_path / "nodes" / "__init__.py").write_text(source)
     log = tmp_path / "log"
     folder = str(ROOT / "tests" / "server" / "audited")
-    own = {"PYTHONPATH": folder, "AUDIT_LOG": str(log), "AUDIT_ROOT": str(tmp_path), "AUDIT_WRITABLE": "outputs"}
-    subprocess.run([sys.executable, "-c", "import nodes"], cwd=tmp_path, env={**os.environ, **own}, check=True)
+    options = {"PYTHONPATH": folder, "AUDIT_LOG": str(log), "AUDIT_ROOT": str(tmp_path), "AUDIT_WRITABLE": "outputs"}
+    subprocess.run([sys.executable, "-c", "import nodes"], cwd=tmp_path, env={**os.environ, **options}, check=True)
     return entries(log)
 
 
@@ -58,10 +58,10 @@ def test_nothing_of_the_pack_opened_a_socket_or_process_read_the_environment_or_
     server, audit_log, demo
 ):
     list(run_graph(server, demo))
-    found = entries(audit_log)
+    result = entries(audit_log)
     # it is our frames that the hook sees
-    assert any(entry["event"] == "read" and entry["by"].startswith("sana_core/checkpoints/") for entry in found)
-    seen = [entry for entry in found if entry["event"] != "read"]
+    assert any(entry["event"] == "read" and entry["by"].startswith("sana_core/checkpoints/") for entry in result)
+    seen = [entry for entry in result if entry["event"] != "read"]
     assert [entry for entry in seen if not entry["library"]] == []
     # libraries read the environment when they are imported, and we import them
     assert {entry["event"] for entry in seen} <= {"environment __getitem__", "environment __iter__"}

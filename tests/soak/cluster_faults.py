@@ -157,13 +157,13 @@ class Silence:
     def measure(self, drawn: Iterator[Any], happened: list[str]) -> Iterator[Any]:
         """Yield the items of `drawn`. `happened` collects the faults since the last item."""
         last = None
-        for each in drawn:
+        for entry in drawn:
             now = time.monotonic()
             if last is not None:
                 for fault in happened or ["none"]:
                     self.longest[fault] = max(self.longest.get(fault, 0.0), now - last)
             happened.clear()
-            yield each
+            yield entry
             last = time.monotonic()
 
 
@@ -223,9 +223,9 @@ def run_command(faults: Faults, expected: dict[str, bytes], folder: Path) -> int
 
 
 def words_of(folder: Path, out: Path) -> list[str]:
-    own = BATCH_SETTINGS
+    settings = BATCH_SETTINGS
     words = ["batch", folder / "prompts.txt", "--checkpoint", CHECKPOINT, "--out", out, "--seed", 5, "--chunk", 1]
-    words += ["--count", BATCH, "--width", own.width, "--height", own.height, "--steps", own.steps]
+    words += ["--count", BATCH, "--width", settings.width, "--height", settings.height, "--steps", settings.steps]
     return [str(word) for word in words]
 
 
@@ -247,10 +247,10 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     torch.set_num_threads(1)
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"faults": {}, "images": 0, "runs": 0}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"faults": {}, "images": 0, "runs": 0}
     folder, began = Path(tempfile.mkdtemp()), time.monotonic()
     faults, silence = Faults(Random(arguments.seed), folder), Silence()
-    silence.longest = known.get("longest silence, s", {})
+    silence.longest = results.get("longest silence, s", {})
     try:
         batch, files = generate_expected(folder)
         while faults.counts.total() < arguments.faults and time.monotonic() - began < arguments.seconds:
@@ -259,15 +259,15 @@ def main() -> int:
             images = run_command(faults, files, folder) if way == "command" else run_here(faults, silence, batch)
             wait_for_no_actors(LEFT)
             faults.tidy()
-            known["images"] += images
-            known["runs"] += 1
-            found = {
+            results["images"] += images
+            results["runs"] += 1
+            values = {
                 "machine": description(),
-                **known,
-                "faults": dict(sorted((Counter(known["faults"]) + faults.counts).items())),
+                **results,
+                "faults": dict(sorted((Counter(results["faults"]) + faults.counts).items())),
                 "longest silence, s": {kind: round(seconds, 1) for kind, seconds in sorted(silence.longest.items())},
             }
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(values, indent=1) + "\n")
             seconds = time.monotonic() - began
             sys.stdout.write(f"{way}: {images} images, {faults.counts.total()} faults in {seconds:.0f} s\n")
             sys.stdout.flush()

@@ -173,9 +173,11 @@ def soak(base: Path, every: int) -> dict[str, dict[str, int]]:
     """Return for each fault at how many calls it happened, and how the run ended."""
     folder = new_folder(base)
     assert wait(start(folder, count=1)) == 0, (folder / "log").read_text()
-    whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
+    complete = {name: data for name, (data, _) in pictures(folder / "out").items()}
     return {
-        name: at_calls(name, lambda n, name=name: disturb(name, n, base, whole), first, 1 if name in INSIDE else every)
+        name: at_calls(
+            name, lambda n, name=name: disturb(name, n, base, complete), first, 1 if name in INSIDE else every
+        )
         for first, name in enumerate(FAULTS)
     }
 
@@ -188,9 +190,9 @@ def main() -> None:
     import_all()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as base:
-        found = soak(Path(base), arguments.every)
-    sys.stdout.write(f"{found} in {time.monotonic() - started:.0f} s\n")
-    arguments.results.write_text(json.dumps({"machine": description(), "faults": found}, indent=1) + "\n")
+        result = soak(Path(base), arguments.every)
+    sys.stdout.write(f"{result} in {time.monotonic() - started:.0f} s\n")
+    arguments.results.write_text(json.dumps({"machine": description(), "faults": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

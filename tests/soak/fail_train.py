@@ -109,9 +109,9 @@ def soak(base: Path, model: Path, every: int) -> dict[str, dict[str, int]]:
     folder = new_folder(base)
     settings = settings_of(model, folder)
     assert wait(start(settings)) == 0, (folder / "log").read_text()
-    whole, losses = content(folder / "out"), read_losses(folder / "out")
+    complete, losses = content(folder / "out"), read_losses(folder / "out")
     return {
-        name: at_calls(name, lambda n, name=name: disturb(settings, name, n, whole, losses), first, every)
+        name: at_calls(name, lambda n, name=name: disturb(settings, name, n, complete, losses), first, every)
         for first, name in enumerate(NAMES)
     }
 
@@ -127,9 +127,9 @@ def main() -> None:
         # imports all that a run does, which takes longer than the run
         model = model_folder(arguments.model, Path(base))
         trainer.train(settings_of(model, new_folder(Path(base))))
-        found = soak(Path(base), model, arguments.every)
-    sys.stdout.write(f"{found} in {time.monotonic() - started:.0f} s\n")
-    document = {"machine": description(), "every": arguments.every, "faults": found}
+        result = soak(Path(base), model, arguments.every)
+    sys.stdout.write(f"{result} in {time.monotonic() - started:.0f} s\n")
+    document = {"machine": description(), "every": arguments.every, "faults": result}
     arguments.results.write_text(json.dumps(document, indent=1) + "\n")
 
 

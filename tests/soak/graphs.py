@@ -62,8 +62,8 @@ def conditioned(random: Random, model: str = "load", **inputs: Any) -> dict[str,
 
 
 def sampled(random: Random, model: str = "load", **inputs: Any) -> dict[str, Any]:
-    own = {"guidance": random.choice((1.0, 2.5, 4.5)), "sampler": random.choice(("flow_euler", "flow_dpmpp_2m"))}
-    return node("SanaNodesSampler", **conditioned(random, model, **{**own, **inputs}))
+    options = {"guidance": random.choice((1.0, 2.5, 4.5)), "sampler": random.choice(("flow_euler", "flow_dpmpp_2m"))}
+    return node("SanaNodesSampler", **conditioned(random, model, **{**options, **inputs}))
 
 
 DECODES = (
@@ -99,8 +99,8 @@ def every_shape() -> Iterator[Graph]:
 
 
 def core_sampler(random: Random) -> Graph:
-    own = {"cfg": 4.5, "sampler_name": random.choice(("euler", "dpmpp_2m")), "scheduler": "simple", "denoise": 1.0}
-    return saved(random, {**loaded(random), "sample": node("KSampler", **conditioned(random, **own))})
+    options = {"cfg": 4.5, "sampler_name": random.choice(("euler", "dpmpp_2m")), "scheduler": "simple", "denoise": 1.0}
+    return saved(random, {**loaded(random), "sample": node("KSampler", **conditioned(random, **options))})
 
 
 def custom_sampler(random: Random) -> Graph:
@@ -157,9 +157,9 @@ def batch(random: Random) -> Graph:
     graph["empty"]["inputs"]["batch_size"] = 1
     text = "\n".join(prompt(random) for _ in range(random.randint(1, 3)))
     graph["positive"] = node("SanaNodesPromptList", clip=["load", 1], prompts=text, instruction=True)
-    own = {"count": random.randint(1, 3), "guidance": 4.5, "sampler": "flow_euler", "vae": ["load", 2]}
-    own |= {"devices": random.choice(("default", "all", "cpu x 2")), "chunk": random.randint(0, 2)}
-    graph["sample"] = node("SanaNodesBatchSampler", **conditioned(random, **own))
+    options = {"count": random.randint(1, 3), "guidance": 4.5, "sampler": "flow_euler", "vae": ["load", 2]}
+    options |= {"devices": random.choice(("default", "all", "cpu x 2")), "chunk": random.randint(0, 2)}
+    graph["sample"] = node("SanaNodesBatchSampler", **conditioned(random, **options))
     return {**graph, "save": node("PreviewImage", images=["sample", 1])}
 
 
@@ -192,8 +192,8 @@ def text(random: Random) -> Graph:
 
 def plan(random: Random) -> Graph:
     size = {"width": 32 * random.randint(1, 128), "height": 32 * random.randint(1, 128), "batch_size": 1}
-    own = node("SanaNodesPlan", variant=random.choice(("0.6B", "1.6B")), **size)
-    return {"plan": own, "save": node("PreviewImage", images=["plan", 0])}
+    plan_node = node("SanaNodesPlan", variant=random.choice(("0.6B", "1.6B")), **size)
+    return {"plan": plan_node, "save": node("PreviewImage", images=["plan", 0])}
 
 
 def refused(random: Random) -> Graph:

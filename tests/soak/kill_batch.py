@@ -117,8 +117,8 @@ def check(out: Path, whole: dict[str, bytes], before: dict[str, tuple[bytes, int
     if (out / "manifest.json").exists():
         listed = json.loads((out / "manifest.json").read_bytes())["images"]
         assert listed.keys() <= now.keys(), "the manifest lists what is not there"
-    others = {path.name for path in out.iterdir()} - now.keys() - FOREIGN.keys()
-    assert others <= {"manifest.json", ".sana-batch"}, f"left behind: {others}"
+    other_values = {path.name for path in out.iterdir()} - now.keys() - FOREIGN.keys()
+    assert other_values <= {"manifest.json", ".sana-batch"}, f"left behind: {other_values}"
 
 
 def disturb(folder: Path, source: random.Random, seconds: float) -> Counter[str]:
@@ -140,8 +140,8 @@ def soak(kills: int, seed: int, base: Path) -> Counter[str]:
     source, happened = random.Random(seed), Counter[str]()
     folder = new_folder(base)
     assert wait(start(folder)) == 0, (folder / "log").read_text()
-    whole = {name: data for name, (data, _) in pictures(folder / "out").items()}
-    assert len(whole) == COUNT * len(PROMPTS)
+    complete = {name: data for name, (data, _) in pictures(folder / "out").items()}
+    assert len(complete) == COUNT * len(PROMPTS)
     shutil.rmtree(folder)
     folder = new_folder(base)
     began = time.monotonic()
@@ -152,19 +152,19 @@ def soak(kills: int, seed: int, base: Path) -> Counter[str]:
         folder, rounds = new_folder(base), 0
         out = folder / "out"
         # a run with other prompts that came first has the folder for itself
-        while len(pictures(out)) < len(whole) and happened["kills"] < kills and rounds < 12:
+        while len(pictures(out)) < len(complete) and happened["kills"] < kills and rounds < 12:
             before, rounds = pictures(out), rounds + 1
             happened += disturb(folder, source, seconds)
             if mine(out):
-                check(out, whole, before)
+                check(out, complete, before)
             else:
                 break
         if mine(out):
             before = pictures(out)
             assert wait(start(folder)) == 0, (folder / "log").read_text()[-2000:]
-            check(out, whole, before)
-            assert pictures(out).keys() == whole.keys(), "pictures are missing"
-            assert {path.name for path in out.iterdir()} == {*whole, *FOREIGN, "manifest.json"}
+            check(out, complete, before)
+            assert pictures(out).keys() == complete.keys(), "pictures are missing"
+            assert {path.name for path in out.iterdir()} == {*complete, *FOREIGN, "manifest.json"}
             happened["folders made whole"] += 1
         assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()[-3000:]
         shutil.rmtree(folder)

@@ -65,8 +65,15 @@ def settings_of(model: Path, folder: Path) -> TrainingSettings:
     """Return a run in `folder`/out with several saves, of which older ones are removed, and pictures."""
     phase = Phase((str(folder / "pictures"),), 32, steps=STEPS, learning_rate=1e-3)
     drawn = Validation(every=STEPS, share=0.3, prompts=("a red circle",), steps=1, width=32, height=32)
-    own = {"dtype": "float32", "save_every": 2, "keep": 1, "method": Method(rank=2), "name": "x", "validation": drawn}
-    return TrainingSettings(str(model), str(folder / "out"), (phase,), **own)
+    options = {
+        "dtype": "float32",
+        "save_every": 2,
+        "keep": 1,
+        "method": Method(rank=2),
+        "name": "x",
+        "validation": drawn,
+    }
+    return TrainingSettings(str(model), str(folder / "out"), (phase,), **options)
 
 
 def new_folder(base: Path) -> Path:
@@ -185,10 +192,10 @@ def check(out: Path, log: bytes) -> bytes:
 def check_end(settings: TrainingSettings, whole: dict[str, bytes], losses: list[float]) -> None:
     """Raise AssertionError unless the run that has ended is the one that nobody killed."""
     out = Path(settings.out)
-    found = content(out)
-    assert found.keys() == whole.keys(), f"left over or gone: {sorted(found.keys() ^ whole.keys())}"
-    other = sorted(name for name in whole.keys() - TIMED if found[name] != whole[name])
-    assert not other and all(found[name] for name in TIMED), f"{other} differ"
+    result = content(out)
+    assert result.keys() == whole.keys(), f"left over or gone: {sorted(result.keys() ^ whole.keys())}"
+    other = sorted(name for name in whole.keys() - TIMED if result[name] != whole[name])
+    assert not other and all(result[name] for name in TIMED), f"{other} differ"
     assert read_losses(out) == losses and len(losses) == STEPS
     folders = [path for path in out.rglob("*") if path.is_dir() and not any(path.iterdir())]
     assert not folders, f"left over: {folders}"
@@ -202,7 +209,7 @@ def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
     began = time.monotonic()
     assert wait(start(settings)) == 0, (folder / "log").read_text()
     seconds = time.monotonic() - began
-    whole, losses = content(folder / "out"), read_losses(folder / "out")
+    complete, losses = content(folder / "out"), read_losses(folder / "out")
     cache = shutil.copytree(folder / "out" / "cache", folder / "cache")
     while happened["kills"] < kills:
         # Use the same folder again, because its path is part of the names of unfinished cache files.
@@ -225,7 +232,7 @@ def soak(kills: int, seed: int, model: Path, base: Path) -> Counter[str]:
             log = check(folder / "out", log)
         assert wait(start(settings)) == 0, (folder / "log").read_text()[-3000:]
         check(folder / "out", log)
-        check_end(settings, whole, losses)
+        check_end(settings, complete, losses)
         happened["runs to their end"] += 1
     assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()[-3000:]
     return happened

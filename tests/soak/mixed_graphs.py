@@ -70,8 +70,8 @@ def free(server: Server) -> None:
 
 def memory(pid: int) -> dict[str, int]:
     """Return the resident bytes of a process, and its anonymous bytes."""
-    found = dict(re.findall(r"(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()))
-    return {"rss": int(found["Rss"]) * 1024, "anonymous": int(found["Anonymous"]) * 1024}
+    matches = dict(re.findall(r"(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()))
+    return {"rss": int(matches["Rss"]) * 1024, "anonymous": int(matches["Anonymous"]) * 1024}
 
 
 def open_files(pid: int) -> list[str]:
@@ -190,9 +190,9 @@ def main() -> None:
     arguments = parser.parse_args()
     models = prepare()
     with tempfile.TemporaryDirectory() as output, start_server(NAME, Path(output)) as server:
-        found = soak(server, models, arguments.graphs, arguments.warm_up, arguments.block, arguments.seed)
-    arguments.results.write_text(json.dumps({"machine": description(), **found}, indent=1) + "\n")
-    wrong = faults(found)
+        result = soak(server, models, arguments.graphs, arguments.warm_up, arguments.block, arguments.seed)
+    arguments.results.write_text(json.dumps({"machine": description(), **result}, indent=1) + "\n")
+    wrong = faults(result)
     sys.stdout.write("\n".join([f"wrote {arguments.results}", *wrong]) + "\n")
     sys.exit(1 if wrong else 0)
 

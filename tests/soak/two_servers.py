@@ -50,14 +50,14 @@ def prepare() -> None:
 
 def draw(server: Server, prefix: str, count: int, seed: int) -> list[tuple[str, bytes]]:
     """Send the graphs. Returns name and pixels of each image that the server reports."""
-    random, found = Random(seed), []
+    random, result = Random(seed), []
     for _ in range(count):
         graph = KINDS[random.choice(DRAWN)].make(random)
         graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix=prefix)
         for image in images_of(list(run_graph(server, graph))):
             picture = Image.open(io.BytesIO(get(server, "/view", **image)))
-            found.append((image["filename"], picture.convert("RGB").tobytes()))
-    return found
+            result.append((image["filename"], picture.convert("RGB").tobytes()))
+    return result
 
 
 def start_batch(folder: Path, output: Path) -> subprocess.Popen:
@@ -93,9 +93,9 @@ def main() -> None:
         assert {path.name for path in output.iterdir()} == {*written, *listed, "manifest.json"}
         for name in (*written, *listed):
             Image.open(output / name).load()
-    found = {"graphs": 2 * arguments.graphs, "pictures": len(written), "pictures of the batch": len(listed)}
-    arguments.results.write_text(json.dumps({"machine": description(), **found}, indent=1) + "\n")
-    sys.stdout.write(f"{found}\n")
+    values = {"graphs": 2 * arguments.graphs, "pictures": len(written), "pictures of the batch": len(listed)}
+    arguments.results.write_text(json.dumps({"machine": description(), **values}, indent=1) + "\n")
+    sys.stdout.write(f"{values}\n")
 
 
 if __name__ == "__main__":

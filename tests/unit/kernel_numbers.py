@@ -101,9 +101,13 @@ def test_residual_gate_norm_and_modulation(dtype, width, positions):
     added, normed = add_then_norm(hidden.clone(), (branch, None), shift, scale, 1e-6)
     assert torch.equal(added, hidden + branch)
     check(normed, norm(hidden + branch), norm(hidden.double() + branch.double()))
-    for given in (gate, gate[:1], noise(2, 1, width, 2, seed=3).to(dtype)[..., 0]):
-        added, normed = add_then_norm(hidden.clone(), (branch, given), shift, scale, 1e-6)
-        check(added, torch.addcmul(hidden, given, branch), hidden.double() + given.double() * branch.double())
+    for residual_gate in (gate, gate[:1], noise(2, 1, width, 2, seed=3).to(dtype)[..., 0]):
+        added, normed = add_then_norm(hidden.clone(), (branch, residual_gate), shift, scale, 1e-6)
+        check(
+            added,
+            torch.addcmul(hidden, residual_gate, branch),
+            hidden.double() + residual_gate.double() * branch.double(),
+        )
         check(normed, norm(added), norm(added.double()))
 
 
@@ -257,14 +261,14 @@ def narrow():
 
 def test_a_decode_in_strips_equals_the_library_s(narrow, everywhere, monkeypatch):
     """With strips of 32 px, of a picture of 96 x 64 px; in fp32 no farther than rounding."""
-    monkeypatch.setattr(streaming, "norm_in_cache", lambda *given: fused.norm_into(*given, None))
+    monkeypatch.setattr(streaming, "norm_in_cache", lambda *options: fused.norm_into(*options, None))
     latents = noise(1, 32, 3, 2)
-    whole = narrow.decoder(latents)
-    assert error(decode_in_strips(narrow, latents, 4, None, 2), whole.double()) < 1e-5
+    undivided = narrow.decoder(latents)
+    assert error(decode_in_strips(narrow, latents, 4, None, 2), undivided.double()) < 1e-5
 
 
 def test_a_decode_in_16_bits_is_as_near_the_truth_as_the_library_s(narrow, everywhere, monkeypatch):
-    monkeypatch.setattr(streaming, "norm_in_cache", lambda *given: fused.norm_into(*given, None))
+    monkeypatch.setattr(streaming, "norm_in_cache", lambda *options: fused.norm_into(*options, None))
     latents = noise(1, 32, 3, 2).bfloat16()
     half = f32c32(8).bfloat16()
     truth = f32c32(8).bfloat16().double().decoder(latents.double())
@@ -292,9 +296,9 @@ def test_scores_computed_together_are_those_of_the_pieces():
         torch.cat([attention.piece_scores(one[..., a:b], 32) for one in maps], dim=1)
         for a, b in workspace.chunks(70, 16)
     ]
-    found = list(attention.batched_scores(maps, 16, 32))
-    assert len(found) == len(apart)
-    for got, expected in zip(found, apart, strict=True):
+    results = list(attention.batched_scores(maps, 16, 32))
+    assert len(results) == len(apart)
+    for got, expected in zip(results, apart, strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -302,6 +306,9 @@ def test_the_parts_of_a_block_are_those_of_the_plain_one_whichever_kernels_run(e
     transformer = narrow_transformer("rms_norm_across_heads")
     one, states = transformer.transformer_blocks[0], noise(2, 15, 64)
     plain = block.feed_forward(one.ff, states, (3, 5)), block.self_attention(one.attn1, states)
-    for own in (ALL, *(frozenset({name}) for name in ALL)):
-        got = block.feed_forward(one.ff, states, (3, 5), own), block.self_attention(one.attn1, states, kernels=own)
+    for kernels_in_use in (ALL, *(frozenset({name}) for name in ALL)):
+        got = (
+            block.feed_forward(one.ff, states, (3, 5), kernels_in_use),
+            block.self_attention(one.attn1, states, kernels=kernels_in_use),
+        )
         torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)

@@ -20,9 +20,9 @@ DEADLINE = 120
 
 
 def free_port():
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return own.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start_ranks(count, function):
@@ -38,41 +38,44 @@ def start_ranks(count, function):
 def be_rank(rank, count, port, function, results):
     from sana_core.training.ranks import joined
 
-    own = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()})
+    options = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in options.items()})
     torch.set_num_threads(1)
     try:
         with joined("cpu") as ranks:
-            found = function(ranks)
+            result = function(ranks)
     except BaseException as error:
         results.put((rank, (type(error).__name__, str(error), traceback.format_exc())))
         return
     # Bytes survive the end of this process. The shared memory of a tensor does not.
     packed = io.BytesIO()
-    torch.save(found, packed)
+    torch.save(result, packed)
     results.put((rank, ("done", packed.getvalue())))
 
 
 def outcomes(count, function, deadline=DEADLINE):
     """Return ("done", result) or (class, message, traceback of the error) for each rank, in order."""
     processes, results = start_ranks(count, function)
-    end, found = time.monotonic() + deadline, {}
+    end, outcomes_by_rank = time.monotonic() + deadline, {}
     try:
-        while len(found) < count and time.monotonic() < end:
+        while len(outcomes_by_rank) < count and time.monotonic() < end:
             while not results.empty():
                 rank, outcome = results.get()
-                found[rank] = outcome
+                outcomes_by_rank[rank] = outcome
             time.sleep(0.01)
     finally:
         for process in processes:
-            process.join(1 if len(found) == count else 0)
+            process.join(1 if len(outcomes_by_rank) == count else 0)
             process.kill()
-    return [found.get(rank, ("nothing", f"rank {rank} said nothing in {deadline} s", "")) for rank in range(count)]
+    return [
+        outcomes_by_rank.get(rank, ("nothing", f"rank {rank} said nothing in {deadline} s", ""))
+        for rank in range(count)
+    ]
 
 
 def results_of(count, function, deadline=DEADLINE):
     """Return the results of `function`, one per rank. Raises AssertionError with the traceback of a failed rank."""
-    found = outcomes(count, function, deadline)
-    for outcome in found:
+    rank_outcomes = outcomes(count, function, deadline)
+    for outcome in rank_outcomes:
         assert outcome[0] == "done", outcome[-1] or outcome
-    return [torch.load(io.BytesIO(outcome[1]), weights_only=False) for outcome in found]
+    return [torch.load(io.BytesIO(outcome[1]), weights_only=False) for outcome in rank_outcomes]

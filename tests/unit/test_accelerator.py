@@ -300,8 +300,8 @@ print(watched / size, nothing.bytes, peak.bytes - watched)
 
 
 def test_the_peak_on_the_cpu_is_what_the_process_holds_more_than_at_the_start():
-    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
-    share, nothing, later = map(float, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
+    share, nothing, later = map(float, process.stdout.split())
     assert 0.9 < share < 1.5 and nothing == 0
     assert later == 0, "what comes after its end is not its"
 

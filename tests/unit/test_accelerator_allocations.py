@@ -71,14 +71,14 @@ def test_one_allocation_that_fails_costs_no_picture_and_leaves_nothing(work):
     work(512, plain)
     assert plain.allocations > 300
     survived, tried = 0, numbers(plain.allocations, 6)
-    for wanted in tried:
-        card = Card(wanted=wanted)
+    for number in tried:
+        card = Card(wanted=number)
         try:
             work(512, card)
             survived += 1
         except torch.OutOfMemoryError:
             pass
-        assert card.alive[FIRST] == 0, wanted
+        assert card.alive[FIRST] == 0, number
     # An allocation before the first block cannot be retried.
     assert survived / len(tried) > 0.8, (survived, len(tried))
 
@@ -109,10 +109,10 @@ def test_a_step_without_memory_says_so_leaves_nothing_and_goes_well_the_next_tim
     with fake_accelerators(plain), torch.no_grad():
         denoiser(model, prompt, prompt, 4.5)(x, 0.5)
     assert plain.allocations > 200 and plain.alive[FIRST] == 0
-    for wanted in numbers(plain.allocations, 6):
-        card = Card(wanted=wanted)
+    for number in numbers(plain.allocations, 6):
+        card = Card(wanted=number)
         with fake_accelerators(card), torch.no_grad():
             with pytest.raises(torch.OutOfMemoryError):
                 denoiser(model, prompt, prompt, 4.5)(x, 0.5)
-            assert card.alive[FIRST] == 0, wanted
+            assert card.alive[FIRST] == 0, number
             assert denoiser(model, prompt, prompt, 4.5)(x, 0.5).shape == x.shape

@@ -65,41 +65,41 @@ def test_kernels_see_no_two_devices():
 
 
 def test_a_guided_step_stays_within_its_launches_and_bytes():
-    found = counts.step("1.6B", 1024)
-    assert found["launches"] <= 300 and found["gigabytes_moved"] <= 11.5 and found["transfers"] == 0
-    assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
-    assert counted(found) == counted(committed()["guided_step"]["1.6B, 1024 px"])
+    figures = counts.step("1.6B", 1024)
+    assert figures["launches"] <= 300 and figures["gigabytes_moved"] <= 11.5 and figures["transfers"] == 0
+    assert 0.95 <= figures["predicted_of_peak"][0] <= 1.10
+    assert counted(figures) == counted(committed()["guided_step"]["1.6B, 1024 px"])
 
 
 @pytest.mark.parametrize("passes, members", [(2, 1), (1, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("variant, pixels", [("1.6B", 1024), ("1.6B", 4096), ("0.6B", 1024), ("1.5-1.6B", 1024)])
 def test_plan_says_what_a_share_launches_and_moves(variant, pixels, passes, members):
     side = pixels // 32
-    found = counts.share(variant, pixels, passes, members)
+    figures = counts.share(variant, pixels, passes, members)
     work = work_of(VARIANTS[variant], side, side // members, passes, members, 2)
-    assert abs(work.launches - found["launches"]) <= 2
-    assert 0.95 <= work.moved / 1e9 / found["gigabytes_moved"] <= 1.01
-    assert 0.97 <= work.product_bytes / 1e9 / found["gigabytes_of_products"] <= 1.01
+    assert abs(work.launches - figures["launches"]) <= 2
+    assert 0.95 <= work.moved / 1e9 / figures["gigabytes_moved"] <= 1.01
+    assert 0.97 <= work.product_bytes / 1e9 / figures["gigabytes_of_products"] <= 1.01
 
 
 def test_a_share_of_two_moves_what_is_promised():
-    found = committed()["guided_step_of_a_share"]
+    figures = committed()["guided_step_of_a_share"]
     for pixels, most in ((1024, 0.63), (2048, 0.55), (4096, 0.52)):
-        whole, apart, rows = (
-            found[f"1.6B, {pixels} px, {name}"] for name in ("one", "one of two", "one of two, by rows")
+        whole_step, apart, rows = (
+            figures[f"1.6B, {pixels} px, {name}"] for name in ("one", "one of two", "one of two, by rows")
         )
         # the weights are read whole
-        assert apart["gigabytes_moved"] <= most * whole["gigabytes_moved"]
+        assert apart["gigabytes_moved"] <= most * whole_step["gigabytes_moved"]
         assert apart["gigabytes_moved"] < rows["gigabytes_moved"] and apart["launches"] < rows["launches"]
-    assert counts.share("1.6B", 1024, 1, 1) == found["1.6B, 1024 px, one of two"]
+    assert counts.share("1.6B", 1024, 1, 1) == figures["1.6B, 1024 px, one of two"]
 
 
 def test_norms_of_queries_and_keys_are_a_launch_each():
     """SANA-1.5 has three in a block, two beside the self-attention."""
     layers, plain = 60, 13
-    found = counts.step("1.5-4.8B", 1024)
-    assert found["launches"] <= (plain + 3) * layers + 40
-    assert counted(found) == counted(committed()["guided_step"]["1.5-4.8B, 1024 px"])
+    figures = counts.step("1.5-4.8B", 1024)
+    assert figures["launches"] <= (plain + 3) * layers + 40
+    assert counted(figures) == counted(committed()["guided_step"]["1.5-4.8B, 1024 px"])
 
 
 def test_an_amd_card_launches_and_moves_as_much(monkeypatch):
@@ -117,9 +117,9 @@ def test_weights_lie_as_the_maps_of_their_device_do():
     with fake_accelerators():
         conv = torch.nn.Conv2d(4, 8, 3, device=FIRST).requires_grad_(False)
         assert strides(conv) == (36, 1, 12, 4) and conv.weight.untyped_storage().nbytes() == 8 * 4 * 9 * 4
-        kept = conv.weight.untyped_storage()._cdata
+        storage = conv.weight.untyped_storage()._cdata
         # the second time it is there already
-        assert strides(conv) == (36, 1, 12, 4) and conv.weight.untyped_storage()._cdata == kept
+        assert strides(conv) == (36, 1, 12, 4) and conv.weight.untyped_storage()._cdata == storage
         for device in ("cpu", "mps"):
             conv.weight = torch.nn.Parameter(torch.empty(8, 4, 3, 3, device=device), requires_grad=False)
             assert strides(conv) == (36, 9, 3, 1)
@@ -156,12 +156,12 @@ def test_a_copy_for_another_device_is_laid_out():
 
 
 def test_a_decode_stays_within_its_launches_and_bytes():
-    found = counts.decode(1024)
-    assert found["weight_copies"] == 0
+    figures = counts.decode(1024)
+    assert figures["weight_copies"] == 0
     # the latents' first and the pixels' ways to other devices; none within
-    assert found["transfers"] <= 5
-    assert 0.95 <= found["predicted_of_peak"][0] <= 1.10
-    assert found == committed()["decode"]["1024 px"]
+    assert figures["transfers"] <= 5
+    assert 0.95 <= figures["predicted_of_peak"][0] <= 1.10
+    assert figures == committed()["decode"]["1024 px"]
 
 
 def test_a_decode_without_triton_needs_no_more_memory():

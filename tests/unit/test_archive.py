@@ -61,7 +61,7 @@ def test_the_archive_holds_what_users_need_and_no_more(archive):
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archived:
         for name in archive:
             archived.write(ROOT / name, name)
-        beside = sum(each.file_size for each in archived.infolist() if not each.filename.startswith("demo/"))
+        beside = sum(item.file_size for item in archived.infolist() if not item.filename.startswith("demo/"))
     assert len(packed.getvalue()) < LARGEST
     assert beside < LARGEST_BESIDE_MODELS
 

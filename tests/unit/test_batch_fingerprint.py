@@ -71,28 +71,28 @@ def test_every_file_beside_the_weights_is_asked(copy, name):
 
 def test_the_digest_of_a_large_file_is_kept_beside_it(copy, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
-    read = []
-    found = [fingerprint(copy, lambda done, total: read.append((done, total))) for _ in range(2)]
+    calls = []
+    results = [fingerprint(copy, lambda finished, total: calls.append((finished, total))) for _ in range(2)]
     size = sum(file.stat().st_size for file in copy.rglob("*.safetensors"))
-    assert found[0] == found[1] and read[-1] == (size, size) and len(read) == 3
+    assert results[0] == results[1] and calls[-1] == (size, size) and len(calls) == 3
     assert len(list(copy.rglob(".*.sana-digest.json"))) == 3
     (file,) = (copy / "vae").glob("*.safetensors")
     status, data = file.stat(), bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert difference(found[0], fingerprint(copy)) == "autoencoder_weights"
+    assert difference(results[0], fingerprint(copy)) == "autoencoder_weights"
 
 
 def test_a_file_of_others_where_a_digest_would_be_kept_stays(copy, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
     fingerprint(copy)
     one, half, empty = sorted(copy.rglob(".*.sana-digest.json"))
-    whole = half.read_bytes()
-    for file, content in ((one, b'{"stamp": 5}'), (half, whole[:20]), (empty, b"")):
+    complete = half.read_bytes()
+    for file, content in ((one, b'{"stamp": 5}'), (half, complete[:20]), (empty, b"")):
         file.write_bytes(content)
     fingerprint(copy)
-    assert one.read_bytes() == b'{"stamp": 5}' and half.read_bytes() == whole and empty.stat().st_size
+    assert one.read_bytes() == b'{"stamp": 5}' and half.read_bytes() == complete and empty.stat().st_size
 
 
 def test_a_models_folder_that_cannot_be_written_is_read_again(copy, monkeypatch):

@@ -45,8 +45,8 @@ def arguments(tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def build(*options, prompts="prompts.txt", steps=4):
-        own = ["batch", prompts, "--checkpoint", checkpoint, "--out", "out", "--width", 128, "--height", 128]
-        return [str(word) for word in (*own, "--steps", steps, "--chunk", 1, "--count", 4, *options)]
+        words = ["batch", prompts, "--checkpoint", checkpoint, "--out", "out", "--width", 128, "--height", 128]
+        return [str(word) for word in (*words, "--steps", steps, "--chunk", 1, "--count", 4, *options)]
 
     return build
 
@@ -103,7 +103,7 @@ def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, ch
 
 
 def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn, tmp_path):
-    whole = files(made)
+    undivided = files(made)
     made.rename(tmp_path / "whole")
     process = spawn()
     while len(list(made.glob("*.png"))) < 3:
@@ -123,8 +123,8 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
     assert out.count(".png (") == 8 - len(before)
     after = files(made)
     assert {name: after[name] for name in before} == before
-    assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in whole.items()}
-    assert {path.name for path in made.iterdir()} == {*whole, *foreign, "manifest.json"}
+    assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in undivided.items()}
+    assert {path.name for path in made.iterdir()} == {*undivided, *foreign, "manifest.json"}
     assert {name: (made / name).read_bytes() for name in foreign} == foreign
 
 
@@ -132,8 +132,8 @@ def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn
 def test_twenty_kills_at_random_moments_lose_double_and_mix_nothing(tmp_path):
     script = [sys.executable, ROOT / "tests" / "soak" / "kill_batch.py", "--kills", "20", "--part", "20"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*script, "--results", tmp_path / "kills.json"], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    process = subprocess.run([*script, "--results", tmp_path / "kills.json"], env=environment, capture_output=True)
+    assert process.returncode == 0, process.stderr.decode()
     assert json.loads((tmp_path / "kills.json").read_bytes())["happened"]["kills"] == 20
 
 
@@ -506,7 +506,7 @@ def test_a_folder_of_an_earlier_version_says_so(made, batch):
 
 @pytest.mark.parametrize("other", [{}, {"steps": 5}, {"prompts": "other.txt"}])
 def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn, batch, made, tmp_path, other):
-    whole = files(made)
+    undivided = files(made)
     made.rename(tmp_path / "whole")
     (tmp_path / "other.txt").write_text("a green circle on a red background")
     first = spawn()
@@ -521,22 +521,22 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn
     first.send_signal(signal.SIGCONT)
     _, err = first.communicate()
     assert first.returncode == 0, err
-    assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in whole.items()}
+    assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in undivided.items()}
 
 
 def test_pictures_are_on_the_disk_before_their_names_and_the_manifest_after_both(batch, tmp_path, monkeypatch):
-    done, real_fsync, real_link, real_replace = [], whole_files.fsync, Path.hardlink_to, Path.replace
+    calls, real_fsync, real_link, real_replace = [], whole_files.fsync, Path.hardlink_to, Path.replace
 
     def fsync(descriptor):
-        done.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
         real_fsync(descriptor)
 
     def link(path, part):
-        done.append(("name", str(part.resolve()), path.name))
+        calls.append(("name", str(part.resolve()), path.name))
         real_link(path, part)
 
     def replace(part, path):
-        done.append(("name", str(part.resolve()), path.name))
+        calls.append(("name", str(part.resolve()), path.name))
         return real_replace(part, path)
 
     monkeypatch.setattr(whole_files, "fsync", fsync)
@@ -544,12 +544,14 @@ def test_pictures_are_on_the_disk_before_their_names_and_the_manifest_after_both
     monkeypatch.setattr(Path, "replace", replace)
     code, _, err = batch()
     assert code == 0, err
-    named = [index for index, entry in enumerate(done) if entry[0] == "name"]
-    assert [done[index][2] for index in named].count("manifest.json") >= 2 and len(named) >= 10
-    assert all(("fsync", done[index][1]) in done[:index] for index in named)
-    last = max(index for index in named if done[index][2] == "manifest.json")
-    pictures = [index for index in named if done[index][2].endswith(".png")]
-    assert ("fsync", str(tmp_path / "out")) in done[max(pictures) : last] and done[last + 1][1] == str(tmp_path / "out")
+    named = [index for index, entry in enumerate(calls) if entry[0] == "name"]
+    assert [calls[index][2] for index in named].count("manifest.json") >= 2 and len(named) >= 10
+    assert all(("fsync", calls[index][1]) in calls[:index] for index in named)
+    last = max(index for index in named if calls[index][2] == "manifest.json")
+    pictures = [index for index in named if calls[index][2].endswith(".png")]
+    assert ("fsync", str(tmp_path / "out")) in calls[max(pictures) : last] and calls[last + 1][1] == str(
+        tmp_path / "out"
+    )
 
 
 def test_a_disk_without_hard_links_does_too(batch, tmp_path, monkeypatch):
@@ -581,12 +583,12 @@ def test_a_second_machine_keeps_the_same_image_and_refuses_any_other(tmp_path, c
 
 
 def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):
-    own, before = shutil.copytree(checkpoint, tmp_path / "own"), files(made)
-    code, out, err = batch("--checkpoint", own)
+    changed_checkpoint, before = shutil.copytree(checkpoint, tmp_path / "own"), files(made)
+    code, out, err = batch("--checkpoint", changed_checkpoint)
     assert code == 0 and "8 of 8 images exist" in out, err
-    config = own / "scheduler" / "scheduler_config.json"
+    config = changed_checkpoint / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text().replace('"flow_shift": 3.0', '"flow_shift": 4.0'))
-    code, _, err = batch("--checkpoint", own)
+    code, _, err = batch("--checkpoint", changed_checkpoint)
     assert code == 1 and "has another prompt or other settings (shift 3.0)" in err, err
     assert files(made) == before
 
@@ -628,11 +630,11 @@ def test_a_picture_that_an_earlier_run_left_half_is_drawn_again(batch, tmp_path)
         assert batch("--count", 1, "--seed", seed, steps=1)[0] == 0
     out = tmp_path / "out"
     picture, manifest = out / "00000_0.png", next(out.glob("*.json"))
-    whole, listed = picture.read_bytes(), json.loads(manifest.read_text())
-    picture.write_bytes(whole[: len(whole) // 2])
+    complete, listed = picture.read_bytes(), json.loads(manifest.read_text())
+    picture.write_bytes(complete[: len(complete) // 2])
     manifest.write_text(json.dumps({**listed, "images": {}}))
     assert batch("--count", 1, "--seed", 0, steps=1)[0] == 0
-    assert picture.read_bytes() == whole
+    assert picture.read_bytes() == complete
 
 
 @pytest.mark.parametrize("ending, expected", [(RuntimeError("all GPUs failed"), 4), (KeyboardInterrupt(), 2)])

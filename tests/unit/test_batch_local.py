@@ -44,9 +44,9 @@ def slow_draw(monkeypatch):
     def put(before):
         real = local.generate_chunk
 
-        def wrapped(models, settings, chunk, *rest):
+        def wrapped(models, settings, chunk, *options):
             before(chunk)
-            return real(models, settings, chunk, *rest)
+            return real(models, settings, chunk, *options)
 
         monkeypatch.setattr(local, "generate_chunk", wrapped)
 
@@ -381,16 +381,16 @@ SMALL = SamplingSettings(32, 32, steps=1)
 @pytest.fixture
 def loads(monkeypatch):
     """The models that were loaded, in order."""
-    found = []
+    results = []
     for name in ("load_encoder", "load_models"):
         real = getattr(local, name)
 
         def load(*arguments, real=real, name=name, **more):
-            found.append(name)
+            results.append(name)
             return real(*arguments, **more)
 
         monkeypatch.setattr(local, name, load)
-    return found
+    return results
 
 
 def draw_many(checkpoint, devices=("cpu",), chunk=1):
@@ -403,24 +403,24 @@ def draw_many(checkpoint, devices=("cpu",), chunk=1):
 
 @pytest.mark.parametrize("chunk, devices", [(1, ["cpu"]), (3, ["cpu"]), (1, CPUS)])
 def test_prompts_of_several_sessions_give_the_same_images(checkpoint, loads, monkeypatch, chunk, devices):
-    whole = draw_many(checkpoint)
+    images = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models", "load_encoder"]
     loads.clear()
     monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     some = draw_many(checkpoint, devices, chunk)
     # Sessions of 2, 4 and 4 prompts. The models are loaded once.
     assert loads.count("load_encoder") >= 3 and loads.count("load_models") == 1
-    assert some.keys() == whole.keys() and all(torch.equal(some[number], whole[number]) for number in whole)
+    assert some.keys() == images.keys() and all(torch.equal(some[number], images[number]) for number in images)
 
 
 def test_with_little_memory_encoder_and_models_are_never_loaded_together(checkpoint, loads, monkeypatch):
-    whole = draw_many(checkpoint)
+    images = draw_many(checkpoint)
     loads.clear()
     monkeypatch.setattr(local, "FIRST_ON_CPU", 2)
     monkeypatch.setattr(local, "has_room_for_encoder", lambda *arguments: False)
     some = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models"] * 3
-    assert all(torch.equal(some[number], whole[number]) for number in whole)
+    assert all(torch.equal(some[number], images[number]) for number in images)
 
 
 def test_a_late_copy_generates_only_the_images_that_nobody_has_finished(checkpoint, alone):

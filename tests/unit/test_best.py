@@ -112,15 +112,15 @@ def test_a_batch_keeps_the_best_and_resumes(checkpoint, clip, ranks, tmp_path, m
     assert all(entry(path)["score"] == manifest["images"][name]["score"] for name, path in pngs.items())
     # One prompt lacks an image, the other prompt is complete, and the manifest is lost.
     lost = f"00001_{5 + int(ranks[1][1, 0])}.png"
-    whole, kept = pngs[lost].read_bytes(), {name: path.stat().st_mtime_ns for name, path in pngs.items()}
+    content, saved = pngs[lost].read_bytes(), {name: path.stat().st_mtime_ns for name, path in pngs.items()}
     pngs[lost].unlink()
     Path("out/manifest.json").unlink()
     capsys.readouterr()
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2, "--report") == 0
     said = capsys.readouterr().out
     assert "2 of 4 images exist" in said and "6 images in" in said
-    assert {path.name for path in Path("out").glob("*.png")} == pngs.keys() and pngs[lost].read_bytes() == whole
-    assert all(path.stat().st_mtime_ns == kept[name] for name, path in pngs.items() if name != lost)
+    assert {path.name for path in Path("out").glob("*.png")} == pngs.keys() and pngs[lost].read_bytes() == content
+    assert all(path.stat().st_mtime_ns == saved[name] for name, path in pngs.items() if name != lost)
     assert json.loads(Path("out/manifest.json").read_text())["images"] == manifest["images"]
     assert command("batch", "prompts.txt", checkpoint, clip, "--best", 2) == 0
     assert "4 of 4 images exist" in capsys.readouterr().out

@@ -270,10 +270,13 @@ def test_an_index_that_is_none_is_named(sharded, content):
 
 def test_an_index_of_more_files_than_a_model_has_is_refused(sharded):
     index = next(sharded.glob("*.index.json"))
-    for count, error, what in ((1000, FileNotFoundError, "no such file"), (1001, ValueError, "names 1001 files, exp")):
+    for count, error, subject in (
+        (1000, FileNotFoundError, "no such file"),
+        (1001, ValueError, "names 1001 files, exp"),
+    ):
         names = {f"layer{number}.weight": f"part-{number}.safetensors" for number in range(count)}
         index.write_text(json.dumps({"weight_map": names}))
-        with pytest.raises(error, match=what):
+        with pytest.raises(error, match=subject):
             sana_core.load_transformer(sharded)
 
 

@@ -76,17 +76,19 @@ def test_generate_says_once_what_of_a_long_prompt_was_cut(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(command, name):
-    done = command(name, "--help")
-    assert done.returncode == 0
-    assert f"example:\n  python -m sana_core {name}" in done.stdout
+    completed = command(name, "--help")
+    assert completed.returncode == 0
+    assert f"example:\n  python -m sana_core {name}" in completed.stdout
 
 
 def test_generate_writes_the_picture_that_the_call_returns(command, checkpoint, tmp_path):
     prompt = "a red circle on a blue background"
     size = ["--width", 128, "--height", 96]
-    done = command("generate", prompt, "--checkpoint", checkpoint, "--seed", 5, "--steps", 3, *size, "--out", "out")
-    assert done.returncode == 0, done.stderr
-    path = tmp_path / done.stdout.strip()
+    completed = command(
+        "generate", prompt, "--checkpoint", checkpoint, "--seed", 5, "--steps", 3, *size, "--out", "out"
+    )
+    assert completed.returncode == 0, completed.stderr
+    path = tmp_path / completed.stdout.strip()
     expected = generate([prompt], checkpoint, seed=5, steps=3, width=128, height=96)[0]
     pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
     assert (pixels - (expected + 1) * 127.5).abs().max() <= 0.51
@@ -98,11 +100,11 @@ def test_generate_overwrites_only_what_it_may(command, checkpoint, tmp_path):
     file = tmp_path / "out" / "00000_0.png"
     file.parent.mkdir()
     file.write_bytes(b"mine")
-    done = command("generate", "a red circle", *options)
-    assert done.returncode == 1 and done.stdout == "" and file.read_bytes() == b"mine"
-    assert done.stderr == "out: out/00000_0.png exists; choose another folder, or allow it with --overwrite\n"
-    done = command("generate", "a red circle", *options, "--overwrite")
-    assert done.stdout == "out/00000_18446744073709551615.png\nout/00000_0.png\n", done.stderr
+    completed = command("generate", "a red circle", *options)
+    assert completed.returncode == 1 and completed.stdout == "" and file.read_bytes() == b"mine"
+    assert completed.stderr == "out: out/00000_0.png exists; choose another folder, or allow it with --overwrite\n"
+    completed = command("generate", "a red circle", *options, "--overwrite")
+    assert completed.stdout == "out/00000_18446744073709551615.png\nout/00000_0.png\n", completed.stderr
     assert Image.open(file).size == (32, 32) and len(list(file.parent.iterdir())) == 2
 
 
@@ -133,8 +135,8 @@ def test_a_reader_that_goes_ends_the_batch_quietly_and_the_next_goes_on(checkpoi
     assert 1 < len(listed) < 300 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
     closed = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "sana_core", "batch", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(word) for word in closed], cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    completed = subprocess.run([str(word) for word in closed], cwd=tmp_path, env=environment, capture_output=True)
+    assert completed.returncode == 0 and completed.stderr == b"", completed.stderr
     assert len(list((tmp_path / "out").glob("*.png"))) == 300
 
 
@@ -168,12 +170,12 @@ def test_a_signal_during_a_decode_leaves_no_part_of_a_file(checkpoint, tmp_path,
 
 def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
     flux = layouts.save({"double_blocks.0.img_attn.qkv.weight": torch.zeros(2)}, tmp_path / "flux.safetensors")
-    done = command("inspect", checkpoint, flux)
-    assert done.stderr == ""
-    told = "128 px (config), diffusers layout, reference diffusers, bfloat16"
-    assert done.stdout.splitlines() == [
-        f"{checkpoint}: a SANA pipeline (custom-160x5), {told}, 0.008 GB",
-        f"  a SANA transformer (custom-160x5), {told}, 0.005 GB",
+    completed = command("inspect", checkpoint, flux)
+    assert completed.stderr == ""
+    message = "128 px (config), diffusers layout, reference diffusers, bfloat16"
+    assert completed.stdout.splitlines() == [
+        f"{checkpoint}: a SANA pipeline (custom-160x5), {message}, 0.008 GB",
+        f"  a SANA transformer (custom-160x5), {message}, 0.005 GB",
         "  a DC-AE (dc-ae-f32c32), diffusers layout, bfloat16, 0.003 GB",
         "  a Gemma 2 text encoder (gemma-2-custom-64), transformers layout, bfloat16, 0.000 GB",
         "  prompts: read in lower case, and marks like --ar 16:9 are read as text, as in diffusers",
@@ -182,8 +184,8 @@ def test_inspect_says_what_each_thing_is(command, checkpoint, tmp_path):
 
 
 def test_a_converted_folder_is_one_file_that_draws_the_same(command, checkpoint, tmp_path):
-    done = command("convert", checkpoint, "all.safetensors")
-    assert done.returncode == 0, done.stderr
+    completed = command("convert", checkpoint, "all.safetensors")
+    assert completed.returncode == 0, completed.stderr
     prompt = ["a red circle on a blue background"]
     pictures = [
         generate(prompt, path, steps=3, width=128, height=128) for path in (checkpoint, tmp_path / "all.safetensors")
@@ -198,8 +200,8 @@ def test_a_converted_folder_is_one_file_that_draws_the_same(command, checkpoint,
 def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
     model = layouts.transformer()
     torch.save({"state_dict": layouts.nvidia(model)}, tmp_path / "sana.pth")
-    done = command("convert", "sana.pth", "sana.safetensors", "--dtype", dtype, "--resolution", 2048)
-    assert done.stdout == "sana.safetensors: a SANA transformer (custom-1152x1), 35 tensors\n", done.stderr
+    completed = command("convert", "sana.pth", "sana.safetensors", "--dtype", dtype, "--resolution", 2048)
+    assert completed.stdout == "sana.safetensors: a SANA transformer (custom-1152x1), 35 tensors\n", completed.stderr
     info = inspect_checkpoint(tmp_path / "sana.safetensors")
     assert (info.layout, info.resolution, info.dtype) == ("diffusers", 2048, getattr(torch, dtype))
     converted = load_transformer(tmp_path / "sana.safetensors").state_dict()
@@ -225,25 +227,25 @@ def test_convert_gives_diffusers_names_from_nvidias(command, tmp_path, dtype):
 )
 def test_convert_refuses_and_leaves_nothing_behind(command, tmp_path, arguments, message):
     layouts.save({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    done = command("convert", *arguments)
-    assert done.returncode == 1 and message in done.stderr
+    completed = command("convert", *arguments)
+    assert completed.returncode == 1 and message in completed.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["other.safetensors"]
 
 
 def test_decode_writes_row_by_row_what_the_call_returns(command, checkpoint, tmp_path):
     latents = torch.randn(2, 32, 5, 4, generator=torch.Generator().manual_seed(0))
     save_file({"latents": latents}, tmp_path / "two.safetensors")
-    done = command("decode", "two.safetensors", "--checkpoint", checkpoint, "--out", "out", "--report")
-    assert done.returncode == 0, done.stderr
+    completed = command("decode", "two.safetensors", "--checkpoint", checkpoint, "--out", "out", "--report")
+    assert completed.returncode == 0, completed.stderr
     expected = decode_latents(load_autoencoder(checkpoint), latents).clamp(-1, 1)
-    lines = done.stdout.splitlines()
+    lines = completed.stdout.splitlines()
     for picture, path in zip(expected, lines[::2], strict=True):
         image = Image.open(tmp_path / path)
         image.verify()
         pixels = torch.from_numpy(np.array(Image.open(tmp_path / path))).permute(2, 0, 1)
         assert (pixels - (picture + 1) * 127.5).abs().max() <= 0.52
     assert json.loads(lines[1])["method"] == "strips"
-    assert "160 of 160 rows" in done.stderr
+    assert "160 of 160 rows" in completed.stderr
     assert not list(tmp_path.glob("out/*.part"))
 
 
@@ -251,8 +253,8 @@ def test_decode_writes_row_by_row_what_the_call_returns(command, checkpoint, tmp
 def test_decode_writes_one_file_of_the_kind_that_its_name_says(command, checkpoint, tmp_path, name):
     latents = torch.randn(1, 32, 5, 4, generator=torch.Generator().manual_seed(0))
     save_file({"latents": latents}, tmp_path / "one.safetensors")
-    done = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", name)
-    assert done.returncode == 0, done.stderr
+    completed = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", name)
+    assert completed.returncode == 0, completed.stderr
     with Image.open(tmp_path / name) as image:
         assert image.format == ("PNG" if name.endswith("png") else "TIFF") and image.size == (128, 160)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -272,8 +274,8 @@ def test_a_decode_that_fails_leaves_no_file(command, checkpoint, tmp_path):
     latents = torch.zeros(1, 32, 5, 4)
     latents[0, 0, 0, 0] = float("nan")
     save_file({"latents": latents}, tmp_path / "one.safetensors")
-    done = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", "out")
-    assert done.returncode == 1 and "1 of 640 values are NaN" in done.stderr
+    completed = command("decode", "one.safetensors", "--checkpoint", checkpoint, "--out", "out")
+    assert completed.returncode == 1 and "1 of 640 values are NaN" in completed.stderr
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -282,8 +284,8 @@ def test_decode_overwrites_only_what_it_may(command, checkpoint, tmp_path):
     for name in ("one.png", "one.png.part"):
         (tmp_path / name).write_bytes(b"mine")
     options = ["one.safetensors", "--checkpoint", checkpoint, "--out", "one.png"]
-    done = command("decode", *options)
-    assert done.returncode == 1 and "out: one.png exists; choose another folder, or allow it" in done.stderr
+    completed = command("decode", *options)
+    assert completed.returncode == 1 and "out: one.png exists; choose another folder, or allow it" in completed.stderr
     assert (tmp_path / "one.png").read_bytes() == b"mine"
     assert command("decode", *options, "--overwrite").returncode == 0
     assert Image.open(tmp_path / "one.png").size == (64, 64)
@@ -311,8 +313,8 @@ def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, t
     tensors = dict(layouts.transformer().state_dict())
     tensors["transformer_blocks.0.attn1.to_q.weight_scale"] = torch.ones(())
     layouts.save(tensors, tmp_path / "fp8.safetensors")
-    done = command("convert", "fp8.safetensors", "out.safetensors")
-    assert done.returncode == 1 and "got quantised weights, which only ComfyUI reads" in done.stderr
+    completed = command("convert", "fp8.safetensors", "out.safetensors")
+    assert completed.returncode == 1 and "got quantised weights, which only ComfyUI reads" in completed.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["fp8.safetensors"]
 
 
@@ -327,9 +329,9 @@ def test_without_docstrings_there_is_help_and_a_reason(tmp_path, checkpoint):
             "use -O\n",
         ),
     ):
-        done = subprocess.run([*python, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and expected in done.stdout + done.stderr
-        assert done.stderr.count("\n") == code
+        process = subprocess.run([*python, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == code and expected in process.stdout + process.stderr
+        assert process.stderr.count("\n") == code
 
 
 @pytest.fixture
@@ -355,9 +357,9 @@ def closed(monkeypatch):
 def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_path, name):
     (tmp_path / name).write_bytes(b"anything")
     closed(name)
-    done = command("inspect", tmp_path / name)
-    assert done.returncode == 1
-    assert done.stderr.endswith(
+    completed = command("inspect", tmp_path / name)
+    assert completed.returncode == 1
+    assert completed.stderr.endswith(
         f"/{name}: cannot be read (Permission denied); see its rights, its links and its disk\n"
     )
 
@@ -365,8 +367,8 @@ def test_a_file_that_may_not_be_read_is_not_called_missing(command, closed, tmp_
 def test_latents_that_may_not_be_read_are_not_called_missing(command, closed, checkpoint, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"anything")
     closed("x.safetensors")
-    done = command("decode", "x.safetensors", "--checkpoint", checkpoint)
-    assert done.stderr == "latents: x.safetensors cannot be read (Permission denied); check its permissions\n"
+    completed = command("decode", "x.safetensors", "--checkpoint", checkpoint)
+    assert completed.stderr == "latents: x.safetensors cannot be read (Permission denied); check its permissions\n"
 
 
 # Each argument that is the path of something to read, as PATH, and the word for it in the error.
@@ -433,8 +435,8 @@ def test_a_folder_where_nothing_can_be_written_is_named_before_anything_is_drawn
     save_file({"latents": torch.zeros(1, 32, 4, 4)}, tmp_path / "x.safetensors")
     first = {"generate": "a red circle", "batch": "prompts.txt", "decode": "x.safetensors"}[name]
     size = [] if name == "decode" else ["--width", 128, "--height", 128]
-    done = command(name, first, "--checkpoint", checkpoint, *size)
-    assert done.returncode == 1
-    assert done.stderr == (
+    completed = command(name, first, "--checkpoint", checkpoint, *size)
+    assert completed.returncode == 1
+    assert completed.stderr == (
         f"out: got {tmp_path / 'output'}, expected a folder that you can write to (File exists); choose another\n"
     )

@@ -27,9 +27,9 @@ class Graphs:
 def graphs(monkeypatch):
     """What counts the graphs of torch.compile, which breaks none."""
     torch._dynamo.reset()
-    found, plain = Graphs(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode=None: plain(function, fullgraph=True, backend=found))
-    yield found
+    result, plain = Graphs(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: plain(function, fullgraph=True, backend=result))
+    yield result
     torch._dynamo.reset()
 
 
@@ -38,7 +38,7 @@ def check_denoiser(transformer, size, kept, seed, sigma):
     prompts = [random_prompt(1, kept=tokens, seed=seed + 9 * i) for i, tokens in enumerate(kept)]
     x, sigma = noise(1, 32, *size, seed=seed), torch.tensor(sigma)
     got, expected = (
-        denoiser(ControlledModel(transformer, compiled=each), *prompts, 4.5)(x, sigma) for each in (True, False)
+        denoiser(ControlledModel(transformer, compiled=item), *prompts, 4.5)(x, sigma) for item in (True, False)
     )
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
@@ -95,8 +95,8 @@ def test_a_guided_sampling_compiles_once(graphs):
 
 def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_latents(graphs):
     transformer = tiny_transformer()
-    for seed, kept in enumerate(((10, 3), (7, 2), (None, 10), (1, 1))):
-        check_denoiser(transformer, (4, 4), kept, seed, 0.7)
+    for seed, lengths in enumerate(((10, 3), (7, 2), (None, 10), (1, 1))):
+        check_denoiser(transformer, (4, 4), lengths, seed, 0.7)
     assert graphs.count == 1
 
 

@@ -62,7 +62,7 @@ def test_every_tensor_of_a_released_file_has_its_place_and_the_configuration_is_
     parameters, built = dict(module.named_parameters()), module.config
     assert info.headers.keys() == parameters.keys()
     # linear layers of the library's are convolutions of one pixel there
-    assert all(without_ones(info.headers[name].shape) == without_ones(each.shape) for name, each in parameters.items())
+    assert all(without_ones(info.headers[name].shape) == without_ones(item.shape) for name, item in parameters.items())
     library = {mit_dc_ae.RES: "ResBlock", mit_dc_ae.EVIT: "EfficientViTBlock"}
     for side in ("encoder", "decoder"):
         half = getattr(config, side)

@@ -61,8 +61,8 @@ def test_the_real_depth_with_fewer_channels_is_equal_too(height, width):
 @torch.no_grad()
 def test_the_real_configuration_is_equal():
     model = f32c32(1)
-    whole, odd = noise(1, 32, 4, 2), noise(1, 32, 3, 2)
-    assert torch.equal(decode_in_strips(model, whole, 2), model.decode(whole).sample)
+    even, odd = noise(1, 32, 4, 2), noise(1, 32, 3, 2)
+    assert torch.equal(decode_in_strips(model, even, 2), model.decode(even).sample)
     # the last strip is one row, which the convolutions of Intel's processors round otherwise
     assert relative(decode_in_strips(model, odd, 2), model.decode(odd).sample) <= 2e-6
 
@@ -114,10 +114,10 @@ def test_bf16_is_as_near_to_the_fp32_whole_as_the_bf16_whole_is(bundled, dtype):
     model = f32c32(8) if dtype == torch.float32 else deepcopy(bundled).to(dtype)
     if dtype == torch.float32:
         exact = model.decode(latents).sample
-    whole = relative(model.decode(latents.to(dtype)).sample.float(), exact)
+    whole_error = relative(model.decode(latents.to(dtype)).sample.float(), exact)
     for attention_rows in (None, 2):
         strips = relative(decode_in_strips(model, latents.to(dtype), 4, None, attention_rows).float(), exact)
-        assert strips <= 1.05 * whole + 1e-6
+        assert strips <= 1.05 * whole_error + 1e-6
 
 
 @torch.no_grad()
@@ -215,10 +215,10 @@ def test_nothing_is_kept_for_gradients():
 def test_a_panel_is_planned_with_a_halo_on_both_sides():
     stages = decoder_stages(f32c32_layout())
     panel = plan.local_demand(stages, 64, 64, StripSize(8, 32), True)
-    whole = plan.local_demand(stages, 64, 32 + 2 * 7, StripSize(8), True)
-    assert panel.buffer == whole.buffer
+    demand = plan.local_demand(stages, 64, 32 + 2 * 7, StripSize(8), True)
+    assert panel.buffer == demand.buffer
     # each of the two carries rows of its own
-    assert panel.carried == 2 * whole.carried and panel.beside > whole.beside
+    assert panel.carried == 2 * demand.carried and panel.beside > demand.beside
 
 
 @pytest.mark.parametrize("height, width", [(2**a, 2**b) for a in (4, 7, 8) for b in (4, 7, 8)] + [(128, 512)])
@@ -229,13 +229,13 @@ def test_no_plan_makes_a_tensor_of_two_to_the_31_elements(kind, height, width, a
         stages = decoder_stages(kind(1))
     planner = Planner(stages, height, width, torch.bfloat16, accelerator)
     for budget in (planner.floor().peak_bytes, 1e9, 4e9, 1e11, 1e15):
-        found = planner.fitting(budget)
-        if found is None:
+        result = planner.fitting(budget)
+        if result is None:
             continue
         size = stages, planner.height, planner.width
-        tail = plan.local_demand(*size, found.strip, accelerator, found.workspace.buffer)
-        head = plan.global_demand(*size, found.attention_rows, 2, accelerator)
-        assert max(tail.largest, head.largest, 2 * found.workspace.buffer) < 2**31
+        tail = plan.local_demand(*size, result.strip, accelerator, result.workspace.buffer)
+        head = plan.global_demand(*size, result.attention_rows, 2, accelerator)
+        assert max(tail.largest, head.largest, 2 * result.workspace.buffer) < 2**31
 
 
 class Largest(TorchDispatchMode):
@@ -351,8 +351,8 @@ def test_an_unknown_method_is_named(bundled):
 def test_nan_says_how_many_and_where(bundled):
     latents = noise(2, 32, 4, 5)
     latents[1, 7, 2, 3], latents[1, 8, 0, 0] = float("nan"), float("inf")
-    wanted = "^samples: 2 of 1280 values are NaN or infinite, the first in image 1, channel 7, row 2, column 3;"
-    with pytest.raises(ValueError, match=wanted):
+    message = "^samples: 2 of 1280 values are NaN or infinite, the first in image 1, channel 7, row 2, column 3;"
+    with pytest.raises(ValueError, match=message):
         decode_latents(bundled, latents)
 
 
@@ -375,6 +375,6 @@ def test_the_report_counts_the_strips_that_came(bundled):
 
 def test_progress_counts_rows_of_all_pictures(bundled):
     seen = []
-    options = DecodeOptions(progress=lambda done, total: seen.append((done, total)))
+    options = DecodeOptions(progress=lambda finished, total: seen.append((finished, total)))
     decode_into(torch.empty(2, 3, 128, 96), bundled, noise(2, 32, 4, 3), options)
-    assert seen[-1] == (256, 256) and [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (256, 256) and [finished for finished, _ in seen] == sorted({finished for finished, _ in seen})

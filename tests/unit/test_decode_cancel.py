@@ -62,10 +62,10 @@ def test_a_cancel_ends_it_before_the_next_layer(bundled, method):
 
 @pytest.mark.parametrize("method", ["whole", "tiles"])
 def test_devices_are_refused_where_one_alone_works(bundled, method):
-    wanted = f"^devices: got 2 for method {method}, which runs on the VAE's device; .* or no devices$"
-    with pytest.raises(InputError, match=wanted):
+    message = f"^devices: got 2 for method {method}, which runs on the VAE's device; .* or no devices$"
+    with pytest.raises(InputError, match=message):
         decode_latents(bundled, noise(1, 32, 4, 4), method, devices=["cpu", "cpu"])
-    with pytest.raises(InputError, match=wanted.replace("got 2", "got 1")):
+    with pytest.raises(InputError, match=message.replace("got 2", "got 1")):
         decode_latents(bundled, noise(1, 32, 4, 4), method, devices=["meta"])
     # its own
     assert decode_latents(bundled, noise(1, 32, 4, 4), method, devices=["cpu"]).isfinite().all()

@@ -82,13 +82,13 @@ def test_a_first_strip_shorter_than_the_repeated_rows_is_left_out_whole(bundled,
 def test_after_memory_ran_out_comes_the_fastest_plan_of_half_as_much(accelerator):
     """Down to the least that works, and no further."""
     planner = Planner(decoder_stages(f32c32_layout()), 128, 128, torch.bfloat16, accelerator)
-    found, peaks = planner.fitting(2**40), []
-    while found is not None:
-        peaks.append(found.peak_bytes)
-        following = smaller(planner, found)
-        half = planner.fitting(found.peak_bytes / 2)
+    result, peaks = planner.fitting(2**40), []
+    while result is not None:
+        peaks.append(result.peak_bytes)
+        following = smaller(planner, result)
+        half = planner.fitting(result.peak_bytes / 2)
         assert following in (half, None) if half else following in (planner.floor(), None)
-        found = following
+        result = following
     assert len(peaks) >= 2 and peaks == sorted(set(peaks), reverse=True)
     assert peaks[-1] == planner.floor().peak_bytes
 
@@ -110,8 +110,8 @@ def test_memory_that_runs_out_in_the_attention_begins_it_again(bundled, monkeypa
 
 def halves(planner, budget):
     """Whether the plan for `budget` has its attention in strips, and room below it."""
-    found = planner.fitting(budget)
-    return found.attention_rows is not None and found.peak_bytes > planner.floor().peak_bytes
+    result = planner.fitting(budget)
+    return result.attention_rows is not None and result.peak_bytes > planner.floor().peak_bytes
 
 
 def test_memory_that_never_suffices_ends_at_the_floor_with_the_error_s_own_type(bundled, monkeypatch):
@@ -157,21 +157,21 @@ def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
     expected = decode_latents(bundled, latents, max_bytes=budget, poll=count)
     assert points > 40
     before = large_tensors()
-    for wanted in range(1, points, 5):
+    for number in range(1, points, 5):
         out = torch.zeros_like(expected)
         alive = weakref.ref(out)
         calls = iter(range(1, points + 1))
 
-        def cancel(calls=calls, wanted=wanted):
-            if next(calls) == wanted:
+        def cancel(calls=calls, number=number):
+            if next(calls) == number:
                 raise Cancelled
 
         with pytest.raises(Cancelled):
             decode_into(out, bundled, latents, DecodeOptions(max_bytes=budget, poll=cancel))
         del out
-        left = large_tensors()
+        remaining = large_tensors()
         assert alive() is None
-        assert left <= before
+        assert remaining <= before
     assert torch.equal(decode_latents(bundled, latents, max_bytes=budget), expected)
 
 

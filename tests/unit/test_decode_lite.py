@@ -53,10 +53,12 @@ def undivided(model, latents):
 
 
 def pixel_parts(model, latents, strip, columns=None):
-    kept, stages = project_latents(model.decoder, latents).channels_last(), decoder_stages(model)
-    made = Planner(stages, *latents.shape[2:], latents.dtype, False).of(StripSize(strip, columns), None)
-    workspace = Workspace(latents, made.workspace)
-    return list(pixel_rows(model.decoder, stages, kept, range(kept.height), made.strip, workspace, no_poll))
+    projected, stages = project_latents(model.decoder, latents).channels_last(), decoder_stages(model)
+    partition = Planner(stages, *latents.shape[2:], latents.dtype, False).of(StripSize(strip, columns), None)
+    workspace = Workspace(latents, partition.workspace)
+    return list(
+        pixel_rows(model.decoder, stages, projected, range(projected.height), partition.strip, workspace, no_poll)
+    )
 
 
 def decode_in_strips(model, latents, strip, columns=None):
@@ -67,12 +69,12 @@ def decode_in_strips(model, latents, strip, columns=None):
 @torch.no_grad()
 def test_strips_and_panels_give_the_library_s_pixels(model, height, width):
     latents = noise(1, 32, height, width, seed=height * 10 + width)
-    whole = decode_latents(model, latents, method="whole")
-    assert torch.equal(whole, undivided(model, latents))
-    assert relative(whole, model.decode(latents).sample) <= CLOSE
+    undivided = decode_latents(model, latents, method="whole")
+    assert torch.equal(undivided, undivided(model, latents))
+    assert relative(undivided, model.decode(latents).sample) <= CLOSE
     for strip in (1, CASES.randint(2, 7), 40):
         for columns in (None, 1, 8):
-            assert relative(decode_in_strips(model, latents, strip, columns), whole) <= CLOSE, (strip, columns)
+            assert relative(decode_in_strips(model, latents, strip, columns), undivided) <= CLOSE, (strip, columns)
 
 
 @torch.no_grad()

@@ -93,35 +93,35 @@ def leave_pages(folder, count):
 def leave_files(folder, count):
     """Fill the disk with names, and leave room for `count` files."""
     (folder / "ballast").mkdir()
-    made = []
+    created = []
     with contextlib.suppress(OSError):
         while True:
-            made.append(folder / "ballast" / f"{len(made)}")
-            made[-1].touch()
-    for path in made[-1 - count : -1]:
+            created.append(folder / "ballast" / f"{len(created)}")
+            created[-1].touch()
+    for path in created[-1 - count : -1]:
         path.unlink()
 
 
 def draw_on_disks_of_all_sizes():
     batch("whole")
-    whole = {name: data for name, data in content("whole").items() if name.endswith(".png")}
-    assert len(whole) == 2
+    complete = {name: data for name, data in content("whole").items() if name.endswith(".png")}
+    assert len(complete) == 2
     mount("out", "size=400k,nr_inodes=60")
     out, drawn = Path("out"), set()
     for fill, room in [*((leave_pages, pages) for pages in range(8)), *((leave_files, files) for files in range(9))]:
         fill(out, room)
         status, said = batch("out")
-        left = {name: data for name, data in content(out).items() if not name.startswith("ballast")}
-        pictures = {name: data for name, data in left.items() if name.endswith(".png")}
-        assert pictures.items() <= whole.items(), (room, "a picture that is not whole")
-        assert left.keys() <= {*whole, "manifest.json"}, (room, left.keys())
-        assert status == (len(pictures) < len(whole)) or "No space left" in said, (room, said)
+        remaining = {name: data for name, data in content(out).items() if not name.startswith("ballast")}
+        pictures = {name: data for name, data in remaining.items() if name.endswith(".png")}
+        assert pictures.items() <= complete.items(), (room, "a picture that is not whole")
+        assert remaining.keys() <= {*complete, "manifest.json"}, (room, remaining.keys())
+        assert status == (len(pictures) < len(complete)) or "No space left" in said, (room, said)
         if status:
             assert len(said.splitlines()) == 1 and "No space left on device" in said and "out" in said, (room, said)
         drawn.add((fill, len(pictures)))
         shutil.rmtree(out / "ballast") if fill is leave_files else (out / "ballast").unlink()
         assert batch("out") == (0, ""), room
-        assert content(out).items() >= whole.items()
+        assert content(out).items() >= complete.items()
         for path in out.iterdir():
             path.unlink()
     # The disks range from one without any room to one with room for everything.
@@ -224,7 +224,7 @@ def cache_on_disks_of_all_sizes():
 
     torch.set_num_threads(1)
     models = test_training_cache.Models()
-    data, made = test_training_cache.make_data(Path("data")), set()
+    data, created = test_training_cache.make_data(Path("data")), set()
     mount("cache", "size=600k")
     cache = Path("cache")
     # room for no embeddings of 75 KB; for some of the small entries; for all
@@ -238,15 +238,15 @@ def cache_on_disks_of_all_sizes():
         else:
             assert pages == 60
         (cache / "ballast").unlink()
-        left = content("cache").keys() - {DIGESTS}
-        assert all(len(read_entry(cache / name)) in (1, 2) for name in left)
-        made.add(len(left))
+        remaining = content("cache").keys() - {DIGESTS}
+        assert all(len(read_entry(cache / name)) in (1, 2) for name in remaining)
+        created.add(len(remaining))
         test_training_cache.build(cache, data, models)
         # the one that found no room is encoded again, the others are not
         assert len(models.calls) == 8 + (pages < 60) and len(content("cache")) == 9
         for path in [path for path in cache.rglob("*") if path.is_file()]:
             path.unlink()
-    assert 0 in made and 8 in made and len(made) == 4, made
+    assert 0 in created and 8 in created and len(created) == 4, created
 
 
 def test_a_cache_on_a_full_disk_keeps_what_is_whole_and_goes_on_later(apart):
@@ -275,7 +275,7 @@ def train_on_disks_of_all_sizes():
     write_settings(Path(), CHECKPOINT, "out", OWN, {"resolution": 32, "steps": 4})
     Path("out").mkdir()
     assert train() == (0, [])
-    whole = {name: data for name, data in content("out").items() if name != "log.jsonl"}
+    complete = {name: data for name, data in content("out").items() if name != "log.jsonl"}
     shutil.rmtree("out")
     mount("out", "size=4m,nr_inodes=60")
     out, ended = Path("out"), Counter()
@@ -288,11 +288,11 @@ def train_on_disks_of_all_sizes():
             assert len(said) == 1 and "No space left on device" in said[0] and "out" in said[0], (room, said)
         ended[status] += 1
         shutil.rmtree(out / "ballast") if fill is leave_files else (out / "ballast").unlink()
-        left = {name for name in content(out) if name.startswith(".") or ".part" in name}
-        assert not left, (room, left)
+        remaining = {name for name in content(out) if name.startswith(".") or ".part" in name}
+        assert not remaining, (room, remaining)
         assert train() == (0, []), room
         again = content(out)
-        assert again.pop("log.jsonl") and again == whole, (room, again.keys() ^ whole.keys())
+        assert again.pop("log.jsonl") and again == complete, (room, again.keys() ^ complete.keys())
         for path in out.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert ended[1] >= 12, ended

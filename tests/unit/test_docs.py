@@ -60,12 +60,12 @@ TEMPLATES = {path.stem for folder in ("workflows", "subgraphs") for path in ROOT
 @pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_each_node_and_template_that_is_named_exists(page):
     named = re.findall(r"\bSANA(?: [A-Z][A-Za-z]+)+", page.read_text(encoding="utf-8"))
-    known = NODES | TEMPLATES
+    known_names = NODES | TEMPLATES
 
     def exists(name):
         words = name.split()
-        whole = any(" ".join(words[:end]) in known for end in range(2, len(words) + 1))
-        return whole or any(one.startswith(f"{name} ") for one in known)
+        full_name = any(" ".join(words[:end]) in known_names for end in range(2, len(words) + 1))
+        return full_name or any(one.startswith(f"{name} ") for one in known_names)
 
     assert not [name for name in named if not exists(name)]
 
@@ -88,7 +88,9 @@ def test_each_option_of_a_command_that_is_named_exists():
             COMMANDS[command].configure(parser)
             options = re.findall(r"(?<!\S)--[a-z][a-z-]*", line)
             seen += len(options)
-            unknown += [(page.name, command, each) for each in options if each not in parser._option_string_actions]
+            unknown += [
+                (page.name, command, option) for option in options if option not in parser._option_string_actions
+            ]
     assert not unknown and seen > 20
 
 

@@ -72,10 +72,10 @@ def test_an_old_torch_is_named(monkeypatch):
 
 
 def test_attention_that_a_pack_has_replaced_is_named_and_measured(monkeypatch):
-    own = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
 
     def coarse(query, key, value, **options):
-        return own(query.to(torch.float8_e4m3fn).to(query.dtype), key, value, **options)
+        return original(query.to(torch.float8_e4m3fn).to(query.dtype), key, value, **options)
 
     coarse.__module__ = "another_pack.attention"
     monkeypatch.setattr(F, "scaled_dot_product_attention", coarse)
@@ -200,7 +200,7 @@ def test_loras_of_other_models_are_counted_and_no_fault(tmp_path, as_folder):
         save_file(tensors, folder / f"sdxl-{number}.safetensors")
     tensors = load_file(CYANOTYPE)
     save_file(
-        {name: torch.cat([each, each], int("lora_A" in name)) for name, each in tensors.items()},
+        {name: torch.cat([item, item], int("lora_A" in name)) for name, item in tensors.items()},
         folder / "wider.safetensors",
     )
     shutil.copy(CYANOTYPE, folder)
@@ -451,10 +451,10 @@ class Cancelled(Exception):
 
 @pytest.mark.parametrize("calls", [0, 5, 500])
 def test_cancelling_ends_it_at_once(calls):
-    left = iter(range(calls))
+    remaining = iter(range(calls))
 
     def poll():
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise Cancelled
 
     report = Report(poll)
@@ -469,7 +469,7 @@ def test_what_there_is_no_time_for_is_skipped():
     check_files(report, [POSTERS])
     skipped = {line.subject for line in report.lines if line.verdict == "skipped"}
     assert "step of two blocks, width 2240, float32" in skipped and "image of the bundled model" in skipped
-    assert any(what.startswith("SHA-256") for what in skipped) and not report.faults
+    assert any(case.startswith("SHA-256") for case in skipped) and not report.faults
 
 
 @pytest.mark.parametrize(
@@ -547,19 +547,19 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_checked(tmp_
 @pytest.mark.parametrize("words", [("doctor", "--device", "cpu", "--seconds", "0"), ("plan", "1.6B")], ids=" ".join)
 def test_a_full_disk_behind_the_output_is_one_line(words):
     with open("/dev/full", "w") as full:
-        done = command(*words, before=lambda: os.dup2(full.fileno(), 1))
-        _, said = done.communicate()
+        completed = command(*words, before=lambda: os.dup2(full.fileno(), 1))
+        _, said = completed.communicate()
     (said,) = (line for line in said.splitlines() if not line.startswith("checking "))
-    assert done.returncode == 1 and "No space left on device" in said
+    assert completed.returncode == 1 and "No space left on device" in said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
 def test_a_full_disk_behind_what_it_says_on_its_way_spoils_no_check():
     with open("/dev/full", "w") as full:
         words = ("doctor", "--device", "cpu", "--seconds", "0")
-        done = command(*words, before=lambda: os.dup2(full.fileno(), 2))
-        said, _ = done.communicate()
-    assert done.returncode == 0 and "OSError" not in said and " 0 with a fault" in said
+        completed = command(*words, before=lambda: os.dup2(full.fileno(), 2))
+        said, _ = completed.communicate()
+    assert completed.returncode == 0 and "OSError" not in said and " 0 with a fault" in said
 
 
 @pytest.mark.slow

@@ -89,9 +89,9 @@ def test_a_gpu_without_triton_says_which_kernels_are_missing_and_why(monkeypatch
 
 def test_a_gpu_that_computes_something_else_is_found(cards, monkeypatch):
     def off(*arguments, **options):
-        return 1.02 * own(*arguments, **options)
+        return 1.02 * original(*arguments, **options)
 
-    own = F.linear
+    original = F.linear
     monkeypatch.setattr(F, "linear", off)
     report = Report(seconds=1000)
     arithmetic.check_bundled(report, CARD)

@@ -41,7 +41,7 @@ def test_strengths_add_up_in_any_way_of_drawing(checkpoint, lora):
 def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint, lora, tmp_path):
     path, file = str(checkpoint), shutil.copy(lora, tmp_path / "it.safetensors")
     settings = resolve_settings(SamplingSettings(128, 96, steps=2, loras=((str(file), 0.6),)), path)
-    weights = {each: fingerprint(each) for each in (path, str(file))}
+    weights = {item: fingerprint(item) for item in (path, str(file))}
     words = Job(settings, weights, path, path, path).pack()
     worker = Worker(words)
     worker.load(1, {})
@@ -67,17 +67,17 @@ def test_a_batch_goes_on_with_the_same_strength_alone(checkpoint, lora, tmp_path
 
 def test_pefts_settings_beside_a_lora_count_by_file_and_by_folder(checkpoint, lora, tmp_path):
     file, settings = shutil.copy(lora, tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_config.json"
-    drawn, found = [], []
+    drawn, layers = [], []
     for alpha in (4, 8):
         settings.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": alpha}))
         drawn += [
-            sana_core.generate([PROMPT], checkpoint, loras=[(str(each), 1.0)], **SIZE) for each in (file, tmp_path)
+            sana_core.generate([PROMPT], checkpoint, loras=[(str(item), 1.0)], **SIZE) for item in (file, tmp_path)
         ]
-        found += [fingerprint(file), fingerprint(tmp_path)]
+        layers += [fingerprint(file), fingerprint(tmp_path)]
     twice = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 2.0)], **SIZE)
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
     torch.testing.assert_close(drawn[2], twice, atol=1e-4, rtol=0)
-    assert found[0] == found[1] != found[2] == found[3]
+    assert layers[0] == layers[1] != layers[2] == layers[3]
 
 
 def test_how_the_option_is_read():

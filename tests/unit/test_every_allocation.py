@@ -31,21 +31,21 @@ def attempt(work, wanted):
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
     if direction == "decode":
-        given, stages, run = noise(1, 32, 9, 7), decoder_stages(bundled), decode_latents
+        inputs, stages, run = noise(1, 32, 9, 7), decoder_stages(bundled), decode_latents
     else:
-        given, stages, run = noise(1, 3, 288, 224), encoder_stages(bundled), encode_images
+        inputs, stages, run = noise(1, 3, 288, 224), encoder_stages(bundled), encode_images
     # This budget allows strips that can still be halved.
     budget = Planner(stages, 9, 7, torch.float32, False).floor().peak_bytes * 4
     with RunsOut() as memory:
-        expected = run(bundled, given, max_bytes=budget)
+        expected = run(bundled, inputs, max_bytes=budget)
     before, survived, tried = large_tensors(), 0, numbers(memory.count, 12)
-    for wanted in tried:
-        got = attempt(lambda: run(bundled, given, max_bytes=budget), wanted)
+    for number in tried:
+        got = attempt(lambda: run(bundled, inputs, max_bytes=budget), number)
         if got is not None:
-            assert relative(got, expected) <= 1e-5, wanted
+            assert relative(got, expected) <= 1e-5, number
             survived += 1
         del got
-        assert large_tensors() <= before, wanted
+        assert large_tensors() <= before, number
     assert memory.count > 300
     # An allocation before the first block cannot be retried.
     assert survived / len(tried) > 0.85, (survived, len(tried))
@@ -53,11 +53,11 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
 
 @pytest.mark.slow
 def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(checkpoint, monkeypatch):
-    real, wanted = local.generate_chunk, 0
+    real, expected_value = local.generate_chunk, 0
 
     def draw(*arguments):
-        nonlocal wanted
-        number, wanted = wanted, 0
+        nonlocal expected_value
+        number, expected_value = expected_value, 0
         with RunsOut(number) as memory:
             pictures = real(*arguments)
         counts.append(memory.count)
@@ -73,7 +73,7 @@ def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(chec
     monkeypatch.setattr(local, "generate_chunk", draw)
     expected = run()
     before, tried = large_tensors(), numbers(counts[0], 6)
-    for wanted in tried:  # noqa: B007
+    for expected_value in tried:  # noqa: B007
         got = run()
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[number], expected[number]) for number in got)

@@ -240,49 +240,49 @@ class Outcome(NamedTuple):
 @pytest.fixture
 def work(monkeypatch):
     """What the real functions are called with, which no image shows: devices, chunks, compiled code, a cluster."""
-    done = []
+    calls = []
     find_limits, local_pool, queue = local.find_limits, local.LocalPool, local.Queue
     write_video = generate.write_video
     load_on, decode_split, decode_to_file = split.load_on, split.decode_split, decode.decode_to_file
 
-    def limits(*others):
-        done.append("the device decides how many images at once")
-        return find_limits(*others)
+    def limits(*options):
+        calls.append("the device decides how many images at once")
+        return find_limits(*options)
 
-    def pool(devices, *others, **named):
-        done.append(f"workers on {devices}")
-        return local_pool(devices, *others, **named)
+    def pool(devices, *options, **named):
+        calls.append(f"workers on {devices}")
+        return local_pool(devices, *options, **named)
 
     def chunks(parts):
-        done.append(f"chunks of {[len(part) for part in parts]}")
+        calls.append(f"chunks of {[len(part) for part in parts]}")
         return queue(parts)
 
-    def load(devices, *others):
-        done.append(f"shared by {len(devices)}")
-        return load_on(devices, *others)
+    def load(devices, *options):
+        calls.append(f"shared by {len(devices)}")
+        return load_on(devices, *options)
 
-    def decode_shared(*others):
-        done.append("an image that is shared")
-        return decode_split(*others)
+    def decode_shared(*options):
+        calls.append("an image that is shared")
+        return decode_split(*options)
 
-    def decode_file(*others):
-        report = decode_to_file(*others)
-        done.append(str({name: value for name, value in report.items() if name not in ("seconds", "peak_bytes")}))
+    def decode_file(*options):
+        report = decode_to_file(*options)
+        calls.append(str({name: value for name, value in report.items() if name not in ("seconds", "peak_bytes")}))
         return report
 
     def write(path, frames, overwrite):
         # The encoder's threads decide some bits of the file.
-        done.append(f"frames {hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()}")
+        calls.append(f"frames {hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()}")
         return write_video(path, frames, overwrite)
 
     def generate_on_cluster(request, where, described, report, shared, on_status):
         # tests/cluster has real clusters. Here this process generates the images of the cluster.
         workload, checkpoint, settings, _ = request
-        done.append(f"{where}, chunk {workload.chunk}, {checkpoint.path}, {settings}, shared {shared is not None}")
+        calls.append(f"{where}, chunk {workload.chunk}, {checkpoint.path}, {settings}, shared {shared is not None}")
         return local.generate_local(request._replace(devices=[torch.device("cpu")]), report=report)
 
     def compiled(function, **named):
-        done.append("compiled")
+        calls.append("compiled")
         return function
 
     monkeypatch.setattr(local, "find_limits", limits)
@@ -294,7 +294,7 @@ def work(monkeypatch):
     monkeypatch.setattr(generate, "write_video", write)
     monkeypatch.setattr(sana_core.cluster.batch, "generate_on_cluster", generate_on_cluster)
     monkeypatch.setattr(torch, "compile", compiled)
-    return done
+    return calls
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from setup import ROOT
 def test_calls_that_fail_lose_mix_and_leave_nothing(tmp_path, script, every, count):
     command = [sys.executable, ROOT / "tests" / "soak" / script, "--every", str(every)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--results", tmp_path / "calls.json"], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    process = subprocess.run([*command, "--results", tmp_path / "calls.json"], env=environment, capture_output=True)
+    assert process.returncode == 0, process.stderr.decode()
     faults = json.loads((tmp_path / "calls.json").read_bytes())["faults"]
     assert len(faults) == count
     assert all(happened["calls"] >= 2 for happened in faults.values()), faults

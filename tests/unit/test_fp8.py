@@ -59,8 +59,8 @@ def test_a_product_is_exact_for_its_rounded_operands(checkpoint, name):
     states = noise(3, 40, weight.shape[1]).bfloat16() * torch.logspace(-6, 6, 40)[:, None].bfloat16()
     states[1, 7] = 0
     got = Fp8Linear(layer)(states)
-    (codes, scale), (own, own_scale) = scaled_rows(states.flatten(0, 1)), scaled_rows(weight)
-    exact = (codes.double() * scale) @ (own.double() * own_scale).T + bias
+    (codes, scale), (weight_codes, own_scale) = scaled_rows(states.flatten(0, 1)), scaled_rows(weight)
+    exact = (codes.double() * scale) @ (weight_codes.double() * own_scale).T + bias
     assert got.isfinite().all() and distance(got.flatten(0, 1), exact) < 2**-8
     # an image alone
     assert torch.equal(Fp8Linear(layer)(states[1:2])[0], got[1])
@@ -75,8 +75,8 @@ def test_random_operands_are_as_far_off_as_two_roundings_to_three_bits():
     layer = torch.nn.Linear(2240, 1120, bias=False).bfloat16()
     torch.nn.init.normal_(layer.weight, std=0.02)
     states = noise(1, 256, 2240).bfloat16()
-    found = distance(Fp8Linear(layer)(states), states.double() @ layer.weight.double().T)
-    assert found == pytest.approx(EXPECTED, rel=0.05)
+    result = distance(Fp8Linear(layer)(states), states.double() @ layer.weight.double().T)
+    assert result == pytest.approx(EXPECTED, rel=0.05)
 
 
 @torch.no_grad()
@@ -89,21 +89,21 @@ def test_a_compiled_product_is_one_graph_and_the_same():
 
 @pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
 def test_all_products_of_the_blocks_are_in_fp8_and_one_makes_query_key_and_value(variant, card):
-    embeds, mask = (each.to(card) for each in random_prompt(2))
+    embeds, mask = (item.to(card) for item in random_prompt(2))
     x, time = noise(2, 32, 4, 6).to(card), torch.full((2,), 500.0, device=card)
-    found = []
+    results = []
     for fp8 in (False, True):
         transformer = tiny_transformer(variant).to(card, torch.bfloat16)
         join_projections(transformer)
         if fp8:
             quantise_products(transformer)
         constants = prepare(transformer, embeds.bfloat16(), mask, 4, 6)
-        found.append(velocity(transformer, x.bfloat16(), time, constants).cpu().float())
+        results.append(velocity(transformer, x.bfloat16(), time, constants).cpu().float())
     layers = {name.split(".", 2)[2] for name, layer in transformer.named_modules() if isinstance(layer, Fp8Linear)}
     attention = {f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")} | {"attn1.to_qkv", "attn1.to_out.0"}
     assert layers == attention | {"ff.conv_inverted", "ff.conv_point"}
     assert not hasattr(transformer.transformer_blocks[0].attn1, "to_q")
-    assert 1e-4 < distance(found[1], found[0].double()) < 0.1
+    assert 1e-4 < distance(results[1], results[0].double()) < 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"pag_scale": 2.0}, {"split": True}], ids=str)
@@ -117,9 +117,9 @@ def test_pictures_show_the_same(card, options):
 
 def test_devices_and_dtypes_without_it_are_refused(card, monkeypatch):
     size = {"width": 64, "height": 64, "fp8": True}
-    for own in ({"devices": ["cpu"]}, {"devices": [card, "cpu"]}, {"devices": [card, "cpu"], "split": True}):
+    for current in ({"devices": ["cpu"]}, {"devices": [card, "cpu"]}, {"devices": [card, "cpu"], "split": True}):
         with pytest.raises(InputError, match="fp8: got cpu, which cannot multiply in fp8"):
-            generate(["a"], TINY, **size, **own)
+            generate(["a"], TINY, **size, **current)
     with pytest.raises(InputError, match="fp8: got it with dtype float32, expected bfloat16"):
         generate(["a"], TINY, devices=[card], **size)
 

@@ -102,7 +102,7 @@ def test_embeds_latents_and_callback_are_the_pipeline_s(checkpoint, folder, spli
         callback_on_step_end_tensor_inputs=["latents"],
         **size,
     ).images
-    kept = {name: tensor.clone() for name, tensor in inputs.items()}
+    saved = {name: tensor.clone() for name, tensor in inputs.items()}
     devices = ["cpu", "cpu"] if split else ["cpu"]
     images = sana_core.generate(
         None, folder, devices=devices, split=split, steps=6, callback=lambda step: ours[step.images[0]].append(step),
@@ -114,7 +114,7 @@ def test_embeds_latents_and_callback_are_the_pipeline_s(checkpoint, folder, spli
         assert [step.sigma for step in steps] == sorted((step.sigma for step in steps), reverse=True)
         for step, latents in zip(steps, theirs, strict=True):
             torch.testing.assert_close(step.latents[0], latents[image], atol=2e-4, rtol=1e-4)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in inputs.items())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in inputs.items())
 
 
 def test_the_seeds_own_noise_as_latents_and_embeds_of_the_text_are_the_same_image(checkpoint):
@@ -126,17 +126,17 @@ def test_the_seeds_own_noise_as_latents_and_embeds_of_the_text_are_the_same_imag
     )
     encoder = sana_core.load_text_encoder(checkpoint)
     embeds, mask = (
-        torch.cat(each) for each in zip(*(sana_core.encode_prompts(encoder, [p]) for p in prompts), strict=True)
+        torch.cat(prompt) for prompt in zip(*(sana_core.encode_prompts(encoder, [p]) for p in prompts), strict=True)
     )
-    own = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
-    got = sana_core.generate(None, checkpoint, seed=3, count=2, negative_prompt="dark", **own, **how)
+    options = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+    got = sana_core.generate(None, checkpoint, seed=3, count=2, negative_prompt="dark", **options, **how)
     assert torch.equal(got, expected)
     dark = sana_core.encode_prompts(encoder, ["dark"], instruction=False)
-    own |= {
+    options |= {
         "negative_prompt_embeds": dark[0].expand(2, -1, -1),
         "negative_prompt_attention_mask": dark[1].expand(2, -1),
     }
-    assert torch.equal(sana_core.generate(None, checkpoint, seed=3, count=2, **own, **how), expected)
+    assert torch.equal(sana_core.generate(None, checkpoint, seed=3, count=2, **options, **how), expected)
 
 
 def test_a_callback_ends_the_sampling_by_raising(checkpoint):
@@ -203,9 +203,9 @@ def test_inputs_that_do_not_go_together_are_one_short_error(checkpoint, options,
     ],
 )
 def test_embeds_that_do_not_fit_are_one_short_error(checkpoint, options, message):
-    own = {"prompt_embeds": EMBEDS, "prompt_attention_mask": MASK, **options, **SIZE}
+    inputs = {"prompt_embeds": EMBEDS, "prompt_attention_mask": MASK, **options, **SIZE}
     with pytest.raises(sana_core.InputError, match=message):
-        sana_core.generate(None, checkpoint, **own)
+        sana_core.generate(None, checkpoint, **inputs)
 
 
 def test_the_options_that_are_typed_are_the_fields_of_settings():

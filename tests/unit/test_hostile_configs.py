@@ -63,9 +63,11 @@ def run_in_a_process(code, copy, cache, answer):
 @pytest.mark.parametrize("answer", ["", "y\n"])
 def test_code_of_a_folder_is_neither_run_nor_asked_about(copy, tmp_path, place, answer):
     with_code(copy, place, tmp_path / "ran")
-    done = run_in_a_process(RUN, copy, tmp_path / "cache", answer)
-    assert "got auto_map, code that comes with the model, which is never run; use the" in done.stdout, done.stderr
-    assert "y/N" not in done.stdout + done.stderr
+    finished = run_in_a_process(RUN, copy, tmp_path / "cache", answer)
+    assert "got auto_map, code that comes with the model, which is never run; use the" in finished.stdout, (
+        finished.stderr
+    )
+    assert "y/N" not in finished.stdout + finished.stderr
     assert not (tmp_path / "ran").exists()
 
 

@@ -57,12 +57,12 @@ def test_every_tensor_that_is_missing_is_named(copy, part):
     file, load = copy / TENSORS[part][0], TENSORS[part][1]
     header = names_of(file)
     for name in [name for name in header if name != "__metadata__"]:
-        left, end = {}, 0
+        remaining, end = {}, 0
         for other, value in header.items():
             if other not in (name, "__metadata__"):
                 size = value["data_offsets"][1] - value["data_offsets"][0]
-                left[other], end = {**value, "data_offsets": [end, end + size]}, end + size
-        write_header(file, left, end)
+                remaining[other], end = {**value, "data_offsets": [end, end + size]}, end + size
+        write_header(file, remaining, end)
         with pytest.raises(CheckpointError) as caught:
             load(copy)
         assert str(caught.value).startswith(f"{part}/{file.name}: ") and name in str(caught.value)

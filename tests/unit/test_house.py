@@ -22,19 +22,19 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def names():
     """Return {dotted name: path} of the pack's modules."""
-    found = {".".join(path.with_suffix("").parts): path for path in MODULES if path.parts[0] != "scripts"}
-    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+    results = {".".join(path.with_suffix("").parts): path for path in MODULES if path.parts[0] != "scripts"}
+    return {name.removesuffix(".__init__"): path for name, path in results.items()}
 
 
 def imports(name):
     """Return the modules of the pack that `name` imports: at once, when a function runs, or for types."""
-    path, found = names()[name], set()
+    path, result = names()[name], set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(MODULES[path]):
         if isinstance(node, ast.ImportFrom) and node.level:
             parts = package.split(".")
             # the whole pack is a package above both
             base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
-            each = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
-            found |= {full if full in names() else base for full in each}
-    return (found & names().keys()) - {name}
+            item = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            result |= {full if full in names() else base for full in item}
+    return (result & names().keys()) - {name}

@@ -37,18 +37,18 @@ def run_interpreted(*arguments):
     """Run tests in another process, because Triton decides at import whether it interprets."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-x", *arguments]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    completed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout[-4000:]
 
 
 @pytest.mark.parametrize("card", ends(kernels.CARDS))
 def test_each_builds_for_every_card(card):
     for launch in kernels.recorded(2240, torch.bfloat16):
-        found = kernels.resources(kernels.build(launch, card))
+        result = kernels.resources(kernels.build(launch, card))
         # Turing allows a block the least shared memory of all.
-        assert found["shared_bytes"] <= 48 * 1024, (launch.kernel.__name__, found)
+        assert result["shared_bytes"] <= 48 * 1024, (launch.kernel.__name__, result)
         # Turing has no products of bf16
-        assert found["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, found)
+        assert result["spilled_bytes"] == 0 or card == 75, (launch.kernel.__name__, result)
 
 
 @pytest.mark.parametrize("dtype, channel_bytes", [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)], ids=str)
@@ -115,7 +115,7 @@ def test_without_triton_there_is_one_line_in_the_log(monkeypatch, caplog):
 
 def test_a_kernel_that_does_not_build_drops_no_other_and_the_log_has_the_reason(tried, caplog):
     """Triton's AMD backend refuses products of TF32 with a long message."""
-    (launch,) = (each for each in kernels.recorded(2240, torch.float16) if "precision" in each.arguments)
+    (launch,) = (kernel for kernel in kernels.recorded(2240, torch.float16) if "precision" in kernel.arguments)
     with pytest.raises(triton.CompilationError) as refused:
         kernels.build(launch, "gfx942")
     assert tried(linear_attention=failing(refused.value)) == trial.TRIALS.keys() - {"linear_attention"}

@@ -22,8 +22,8 @@ def prose(text):
 
 def links(text):
     """Where its links lead, but for those from one language to the other and within the page."""
-    found = re.findall(r"\]\(([^)]+)\)", text)
-    return [link for link in found if not link.startswith("#") and not link.startswith("README")]
+    matches = re.findall(r"\]\(([^)]+)\)", text)
+    return [link for link in matches if not link.startswith("#") and not link.startswith("README")]
 
 
 def rows(text):

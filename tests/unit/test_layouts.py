@@ -314,8 +314,8 @@ def test_latents_are_scaled_as_the_autoencoder_says(tmp_path, checkpoint):
     content = layouts.json.loads(config.read_text()) | {"_class_name": "AutoencoderDC"}
     config.write_text(layouts.json.dumps(content))
     assert latent_scale(sana_core.inspect_checkpoint(tmp_path / "vae")) == AutoencoderDC().config.scaling_factor
-    whole = sana_core.inspect_checkpoint(checkpoint)
-    assert latent_scale(whole) == sana_core.load_autoencoder(checkpoint).config.scaling_factor
+    info = sana_core.inspect_checkpoint(checkpoint)
+    assert latent_scale(info) == sana_core.load_autoencoder(checkpoint).config.scaling_factor
     transformer = layouts.save(layouts.transformer().state_dict(), tmp_path / "sana.safetensors")
     assert latent_scale(sana_core.inspect_checkpoint(transformer)) == 0.41407
 

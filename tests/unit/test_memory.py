@@ -76,8 +76,8 @@ def test_the_measured_decodes_are_predicted_as_they_were(file):
         stages = {"dc-ae-f32c32": decoder_stages(f32c32(1)), "dc-ae-lite-f32c32": decoder_stages(lite(1))}
     sizes = json.loads((ROOT / "benchmarks" / file).read_text())["sizes"]
     checked = 0
-    for pixels, found in sizes.items():
-        for name, methods in {"dc-ae-f32c32": found}.items() if file == "decode.json" else found.items():
+    for pixels, outcome in sizes.items():
+        for name, methods in {"dc-ae-f32c32": outcome}.items() if file == "decode.json" else outcome.items():
             planner = Planner(stages[name], int(pixels) // 32, int(pixels) // 32, torch.float32, False, True)
             for method, result in methods.items():
                 if "predicted_megabytes" not in result:

@@ -60,8 +60,8 @@ def test_a_loaded_model_outlives_its_file(in_fp32, fault):
     files = [(kind, str(in_fp32(kind, "safetensors"))) for kind in PARTS]
     files.append(("transformer", str(in_fp32("transformer", "pth"))))
     command = [sys.executable, "-c", PROGRAM, fault, *(word for pair in files for word in pair)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-500:])
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, (process.returncode, process.stdout[-200:], process.stderr[-500:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])

@@ -12,10 +12,10 @@ class Cancelled(Exception):
 
 @pytest.mark.parametrize("calls", range(4))
 def test_gradients_are_on_again_wherever_it_is_cancelled(calls):
-    left = iter(range(calls))
+    remaining = iter(range(calls))
 
     def poll():
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise Cancelled
 
     with pytest.raises(Cancelled), Polled(poll):

@@ -39,7 +39,7 @@ def scenes():
 def test_training_never_shows_a_held_out_combination(scenes):
     train, held_out = world.combinations()
     assert len(held_out) == 288 and not set(train) & set(held_out)
-    assert not set(held_out) & {each for scene in scenes for each in world.combinations_of(scene)}
+    assert not set(held_out) & {item for scene in scenes for item in world.combinations_of(scene)}
     for part in (train, held_out):
         assert [len(set(words)) for words in zip(*part, strict=True)] == [4, 5, 3, 7, 8]
 
@@ -69,7 +69,7 @@ def test_every_subject_stands_apart_from_the_others_on_the_side_that_is_said(sce
         assert len(things) == sum(group.count for group in scene.groups)
         assert all(apart(one, other) for one, other in itertools.combinations(things, 2))
         sided = {group.side: group.kind for group in scene.groups if group.side}
-        across = {what.kind: what.x / wide for what in things}
+        across = {subject.kind: subject.x / wide for subject in things}
         assert "left" not in sided or across[sided["left"]] < 0.5
         assert "right" not in sided or across[sided["right"]] > 0.5
 
@@ -87,8 +87,8 @@ def test_as_many_subjects_are_painted_as_are_counted(count):
     alone = ("left", "near") if count == 1 else ()
     scene = world.Scene("noon", "snow", "clear", "flat", (world.Group("balloon", "red", count, *alone),), count)
     picture = paint(scene).astype(int)
-    _, found = label((picture[..., 0] > 120) & (picture[..., 1:] < 70).all(-1))
-    assert found == count
+    _, result = label((picture[..., 0] > 120) & (picture[..., 1:] < 70).all(-1))
+    assert result == count
 
 
 @pytest.mark.slow
@@ -116,18 +116,18 @@ def test_the_judge_counts_by_what_it_sees_where():
     scenes = list(itertools.islice(judge.scenes_to_judge(random.Random(3)), 12))
     painted = [paint_placed(scene, 384, 640) for scene in scenes]
     pictures = np.stack([picture for picture, _ in painted])
-    whole, numbers, colours = judge.targets(scenes)
+    scene_labels, numbers, colours = judge.targets(scenes)
     middles = torch.stack([judge.cells(things, 384, 640) for _, things in painted])
     assert (numbers.sum(1) == torch.tensor([sum(g.count for g in s.groups) for s in scenes])).all()
-    assert ((colours >= 0) == (numbers > 0)).all() and whole.shape == (12, 3)
+    assert ((colours >= 0) == (numbers > 0)).all() and scene_labels.shape == (12, 3)
     # No cell has two subjects of one kind, and the numbers at the positions of the subjects are right.
     assert (middles.sum((2, 3)) == numbers).all() and middles.shape == model(judge.shrink(pictures))[1].shape
-    wanted = (whole, numbers, colours, middles)
+    expected = (scene_labels, numbers, colours, middles)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     few = slice(4)
     for _ in range(100):
         optimizer.zero_grad()
-        judge.judge_loss(model, judge.shrink(pictures[few]), tuple(part[few] for part in wanted)).backward()
+        judge.judge_loss(model, judge.shrink(pictures[few]), tuple(part[few] for part in expected)).backward()
         optimizer.step()
     assert judge.score(model, pictures[few], scenes[few])["number"] == 1.0
 
@@ -162,8 +162,8 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
         recipe.make(tmp_path, until=0.0, first="256")
     recipe.make(tmp_path, until=float("inf"), first="256")
     assert evaluated == [(tmp_path / "sana-posters", tmp_path / "report")]
-    found = inspect_checkpoint(tmp_path / "sana-posters")
-    assert find_part(found, "transformer").resolution == 512 and shift_of(found) == 1.5
+    info = inspect_checkpoint(tmp_path / "sana-posters")
+    assert find_part(info, "transformer").resolution == 512 and shift_of(info) == 1.5
     (image,) = sana_core.generate(["two red boats"], tmp_path / "sana-posters", steps=1, width=128, height=128)
     assert image.isfinite().all()
     # In another folder it starts from the bundled model, at the named stage.
@@ -171,11 +171,11 @@ def test_the_recipe_goes_on_to_a_model_of_its_own_size(tmp_path, monkeypatch):
     later = tmp_path / "later"
     recipe.make(later, until=float("inf"), first="counting")
     assert not (later / "start-512").exists()
-    kept, started = (
+    saved, started = (
         load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
         for folder in (recipe.CHECKPOINT, later / "start-counting")
     )
-    assert all(torch.equal(started[name], tensor.float()) for name, tensor in kept.items())
+    assert all(torch.equal(started[name], tensor.float()) for name, tensor in saved.items())
 
 
 def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path, scenes):
@@ -187,11 +187,11 @@ def test_the_data_set_is_one_for_the_trainer_and_goes_on(tmp_path, scenes):
     samples = read_dataset(tmp_path)
     assert [(sample.name, sample.size) for sample in samples] == [(f"00000{i}.png", (512, 512)) for i in range(3)]
     assert all(sample.caption for sample in samples)
-    kept = (tmp_path / "000001.png").read_bytes()
+    saved = (tmp_path / "000001.png").read_bytes()
     for name in ("000001.png", "metadata.jsonl"):
         (tmp_path / name).unlink()
     write()
-    assert (tmp_path / "000001.png").read_bytes() == kept and (tmp_path / "metadata.jsonl").read_bytes() == listed
+    assert (tmp_path / "000001.png").read_bytes() == saved and (tmp_path / "metadata.jsonl").read_bytes() == listed
 
 
 def test_beside_the_model_stand_edges_and_a_style(tmp_path):
@@ -227,19 +227,19 @@ def test_the_scorer_prefers_the_caption_that_is_right():
 
 
 def test_the_judge_knows_paintings_that_training_never_shows():
-    wanted = evaluate.held_out_scenes(5)[:60]
-    pictures = np.stack([paint(scene) for scene in wanted])
+    expected = evaluate.held_out_scenes(5)[:60]
+    pictures = np.stack([paint(scene) for scene in expected])
     model = judge.load()
-    assert min(judge.score(model, pictures, wanted).values()) >= 0.9
-    assert judge.score(model, pictures, wanted[1:] + wanted[:1])["all"] <= 0.05
+    assert min(judge.score(model, pictures, expected).values()) >= 0.9
+    assert judge.score(model, pictures, expected[1:] + expected[:1])["all"] <= 0.05
 
 
 def test_each_image_that_is_scored_has_noise_of_its_own(monkeypatch):
     monkeypatch.setattr(evaluate, "STEPS", 2)
     words = "a watercolour of a blue boat on the sea at dusk"
     drawn = evaluate.draw(recipe.CHECKPOINT, [words] * 3, 7, (64, 96), guidance=2.0)
-    own = {"width": 64, "height": 96, "steps": 2, "guidance": 2.0}
-    alone = [sana_core.generate([words], recipe.CHECKPOINT, seed=7 + k, **own)[0] for k in range(3)]
+    options = {"width": 64, "height": 96, "steps": 2, "guidance": 2.0}
+    alone = [sana_core.generate([words], recipe.CHECKPOINT, seed=7 + k, **options)[0] for k in range(3)]
     assert drawn.shape == (3, 96, 64, 3) and np.array_equal(drawn, np.stack([levels(image) for image in alone]))
     assert len({image.tobytes() for image in drawn}) == 3
 
@@ -248,13 +248,16 @@ def test_the_text_encoder_tells_facts_of_captions_that_training_never_saw():
     encoder = load_text_encoder(recipe.CHECKPOINT / "text_encoder")
 
     def states(combinations):
-        embeds, mask = encode_prompts(encoder, [prompt(each) for each in combinations], False, 40)
+        embeds, mask = encode_prompts(encoder, [prompt(combination) for combination in combinations], False, 40)
         return (embeds * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
-    known, held_out = world.combinations()
-    seen, unseen = random.Random(5).sample(known, 600), held_out[:100]
-    found, asked = states(seen), states(unseen)
+    seen_captions, held_out = world.combinations()
+    seen, unseen = random.Random(5).sample(seen_captions, 600), held_out[:100]
+    result, asked = states(seen), states(unseen)
     for index, words in enumerate((world.TIMES, world.PLACES, world.STYLES, world.KINDS, tuple(world.COLOURS))):
-        answers = torch.eye(len(words))[[words.index(each[index]) for each in seen]]
-        guessed = (asked @ torch.linalg.lstsq(found, answers).solution).argmax(1).tolist()
-        assert np.mean([words[guess] == each[index] for guess, each in zip(guessed, unseen, strict=True)]) >= 0.97
+        answers = torch.eye(len(words))[[words.index(combination[index]) for combination in seen]]
+        guessed = (asked @ torch.linalg.lstsq(result, answers).solution).argmax(1).tolist()
+        assert (
+            np.mean([words[guess] == combination[index] for guess, combination in zip(guessed, unseen, strict=True)])
+            >= 0.97
+        )

@@ -43,15 +43,15 @@ def show(line: str) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A function of the kind: the tensors, and the path of a .safetensors file with them."""
-    made = {}
+    paths = {}
 
     def make(kind):
-        if kind not in made:
+        if kind not in paths:
             tensors = nvidia.random_file(caption=CAPTION, **FILES[kind])
             path = tmp_path_factory.mktemp("files") / f"{kind.replace(' ', '_')}.safetensors"
             save_file(tensors, path)
-            made[kind] = tensors, path
-        return made[kind]
+            paths[kind] = tensors, path
+        return paths[kind]
 
     return make
 
@@ -150,8 +150,8 @@ def test_guided_sampling_of_20_steps(sampler, reference, files):
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(1, 32, 4, 3, generator=generator)
     cond, uncond = (torch.randn(1, 20, CAPTION, generator=generator) for _ in range(2))
-    mask, own = torch.zeros(2, 1, 20, dtype=torch.long).unbind()
-    mask[:, :9], own[:, :1] = 1, 1
+    mask, unmasked = torch.zeros(2, 1, 20, dtype=torch.long).unbind()
+    mask[:, :9], unmasked[:, :1] = 1, 1
     steps, shift, guidance = 20, released_shift("0.6B", 1024, reference), 4.5
     assert shift == {NVIDIA: 4.0, DIFFUSERS: 3.0}[reference]
 
@@ -163,14 +163,14 @@ def test_guided_sampling_of_20_steps(sampler, reference, files):
         if reference == NVIDIA:
             out = nvidia.forward(tensors, both, t, embeds, mask.repeat(2, 1))
         else:
-            out = library(both, embeds, t, encoder_attention_mask=torch.cat([own, mask])).sample
+            out = library(both, embeds, t, encoder_attention_mask=torch.cat([unmasked, mask])).sample
         without, with_prompt = out.chunk(2)
         return without + guidance * (with_prompt - without)
 
     with torch.no_grad():
         expected = solve(velocity, x, steps, shift, sampler, reference)
         flow = SAMPLERS[sampler]
-        model = denoiser(transformer, (cond, mask), (uncond, own), guidance, flow.whole_timesteps)
+        model = denoiser(transformer, (cond, mask), (uncond, unmasked), guidance, flow.whole_timesteps)
         more = flow.options(reference_of(transformer), iter(()))
         sigmas = flow.sigmas(steps, shift, reference_of(transformer))
         got = flow.sample(model, x, sigmas, **more)

@@ -129,11 +129,11 @@ def test_each_sampler_gets_what_is_its_own(name):
     """scm draws its noise from the batch's streams, and NVIDIA's third order falls at the end of long schedules too."""
     noise, x = iter(()), torch.randn(1, 4, 2, 2, generator=torch.Generator().manual_seed(4))
     flow, sigmas = SAMPLERS[name], SAMPLERS[name].sigmas(20, 3.0)
-    own = {reference: flow.options(RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
+    inputs = {reference: flow.options(RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
     if name == "scm":
-        assert all(more == {"noise": noise} for more in own.values())
+        assert all(more == {"noise": noise} for more in inputs.values())
         return
-    nvidia, diffusers = (flow.sample(x0_model, x, sigmas, **own[reference]) for reference in (NVIDIA, DIFFUSERS))
+    nvidia, diffusers = (flow.sample(x0_model, x, sigmas, **inputs[reference]) for reference in (NVIDIA, DIFFUSERS))
     assert torch.equal(nvidia, diffusers) == (name != "flow_dpmpp_3m")
 
 
@@ -149,8 +149,11 @@ def test_the_first_part_of_a_schedule_draws_what_all_of_it_draws_there(sample, s
 def test_scm_without_noise_of_its_own_takes_torch_s():
     torch.manual_seed(3)
     start = torch.randn(1, 4, 2, 2)
-    given = sample_scm(x0_model, start, scm_sigmas(4))
-    assert given.isfinite().all() and (given - sample_scm(x0_model, start, scm_sigmas(4))).abs().max() > 1e-3
+    default_noise = sample_scm(x0_model, start, scm_sigmas(4))
+    assert (
+        default_noise.isfinite().all()
+        and (default_noise - sample_scm(x0_model, start, scm_sigmas(4))).abs().max() > 1e-3
+    )
 
 
 def test_a_consistency_model_needs_one_step_of_scm():
@@ -175,8 +178,8 @@ def test_img2img_starts_later():
     )
     assert len(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0)) == 0
     assert len(trim_schedule(lambda steps: flow_dpm_sigmas(steps, 3.0), 20, 0.001)) == 21
-    for steps, strength, left in ((2, 1.0, 2), (2, 0.6, 2), (2, 0.5, 1), (4, 0.6, 3), (4, 0.1, 1), (4, 0.0, -1)):
-        assert len(last_steps(scm_sigmas(steps), strength)) == left + 1
+    for steps, strength, remaining in ((2, 1.0, 2), (2, 0.6, 2), (2, 0.5, 1), (4, 0.6, 3), (4, 0.1, 1), (4, 0.0, -1)):
+        assert len(last_steps(scm_sigmas(steps), strength)) == remaining + 1
 
 
 def test_samplers_report_each_step_and_leave_the_noise_alone():

@@ -44,7 +44,7 @@ def published(folder, images, prompt):
         text = model.text_projection(
             model.text_model(tokens["input_ids"], attention_mask=tokens["attention_mask"]).pooler_output
         )
-        image, text = (each / each.norm(dim=-1, keepdim=True) for each in (image, text))
+        image, text = (item / item.norm(dim=-1, keepdim=True) for item in (image, text))
         return model.logit_scale.exp() * (text @ image.T)[0]
 
 

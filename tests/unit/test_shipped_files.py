@@ -113,8 +113,8 @@ def test_nodes_import_the_heavy_half_of_host_only_when_they_run():
 
 def test_importing_sana_core_imports_no_heavy_library():
     code = "import sys, sana_core; sys.exit(', '.join({'diffusers', 'transformers', 'peft'} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_requirements_are_the_dependencies_of_the_project():

@@ -33,20 +33,21 @@ def reference(weights, tokens, cap):
     x = weights["embed_tokens.weight"][tokens] * math.sqrt(layouts.CAPTION)
     future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
     for number in range(2):
-        own = {name.removeprefix(f"layers.{number}."): weight for name, weight in weights.items()}
-        h = normed(x, own["input_layernorm.weight"])
+        values = {name.removeprefix(f"layers.{number}."): weight for name, weight in weights.items()}
+        h = normed(x, values["input_layernorm.weight"])
         q, k, v = (
-            (h @ own[f"self_attn.{name}_proj.weight"].T).view(len(tokens), -1, HEAD).transpose(0, 1) for name in "qkv"
+            (h @ values[f"self_attn.{name}_proj.weight"].T).view(len(tokens), -1, HEAD).transpose(0, 1)
+            for name in "qkv"
         )
         # both heads of queries share the one of keys
         logits = rotated(q) @ rotated(k).transpose(1, 2) / math.sqrt(HEAD)
         logits = cap * torch.tanh(logits / cap)
         h = logits.masked_fill(future, -torch.inf).softmax(-1) @ v
-        h = h.transpose(0, 1).flatten(1) @ own["self_attn.o_proj.weight"].T
-        x = x + normed(h, own["post_attention_layernorm.weight"])
-        h = normed(x, own["pre_feedforward_layernorm.weight"])
-        h = gelu(h @ own["mlp.gate_proj.weight"].T, approximate="tanh") * (h @ own["mlp.up_proj.weight"].T)
-        x = x + normed(h @ own["mlp.down_proj.weight"].T, own["post_feedforward_layernorm.weight"])
+        h = h.transpose(0, 1).flatten(1) @ values["self_attn.o_proj.weight"].T
+        x = x + normed(h, values["post_attention_layernorm.weight"])
+        h = normed(x, values["pre_feedforward_layernorm.weight"])
+        h = gelu(h @ values["mlp.gate_proj.weight"].T, approximate="tanh") * (h @ values["mlp.up_proj.weight"].T)
+        x = x + normed(h @ values["mlp.down_proj.weight"].T, values["post_feedforward_layernorm.weight"])
     return normed(x, weights["norm.weight"])
 
 

@@ -35,9 +35,9 @@ def shared(transformer, x, timestep, constants, speeds, guidance=None, perturbat
 
     def work(shard):
         rows = slice(shard.spec.span.start * x.shape[3], shard.spec.span.stop * x.shape[3])
-        own = [None if one is None else one[:, rows] for one in control]
+        rows_of_control = [None if one is None else one[:, rows] for one in control]
         part = shard_constants(constants, shard)
-        return velocity(transformer, shard.x, timestep, part, guidance, perturbation, own, shard.ops)
+        return velocity(transformer, shard.x, timestep, part, guidance, perturbation, rows_of_control, shard.ops)
 
     return split.run(x, work)
 
@@ -55,13 +55,13 @@ def test_any_number_of_shards_equals_the_library_and_each_other(variant, size):
     x, timestep = torch.randn(2, 32, *size), torch.tensor([900.0, 250.0])
     guidance = guidance_of(transformer, 2)
     constants = prepare(transformer, embeds, mask, *size)
-    whole = velocity(transformer, x, timestep, constants, guidance)
+    undivided = velocity(transformer, x, timestep, constants, guidance)
     expected = theirs(transformer, x, timestep, embeds, mask, guidance)
     one = shared(transformer, x, timestep, constants, SPEEDS[1], guidance)
-    assert relative(one, whole) < 1e-6 and relative(one, expected) < 1e-6
+    assert relative(one, undivided) < 1e-6 and relative(one, expected) < 1e-6
     for count in (2, 3, 5, 8):
-        found = shared(transformer, x, timestep, constants, SPEEDS[count], guidance)
-        assert relative(found, one) < 1e-6 if size[1] % 4 else torch.equal(found, one)
+        result = shared(transformer, x, timestep, constants, SPEEDS[count], guidance)
+        assert relative(result, one) < 1e-6 if size[1] % 4 else torch.equal(result, one)
 
 
 @pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
@@ -72,12 +72,12 @@ def test_perturbed_attention_and_residuals_are_shared_too(variant):
     constants = prepare(transformer, embeds, mask, 9, 16)
     perturbation = Perturbation(torch.tensor([False, False, True, True])[:, None, None], frozenset({1, 3}))
     control = (None, *(torch.randn(4, 9 * 16, 32) for _ in range(2)))
-    whole = velocity(transformer, x, timestep, constants, None, perturbation, control)
+    undivided = velocity(transformer, x, timestep, constants, None, perturbation, control)
     one = shared(transformer, x, timestep, constants, SPEEDS[1], None, perturbation, control)
-    assert relative(one, whole) < 1e-6
+    assert relative(one, undivided) < 1e-6
     for count in (2, 5):
         assert torch.equal(shared(transformer, x, timestep, constants, SPEEDS[count], None, perturbation, control), one)
-    assert relative(shared(transformer, x, timestep, constants, SPEEDS[3]), whole) > 1e-3
+    assert relative(shared(transformer, x, timestep, constants, SPEEDS[3]), undivided) > 1e-3
 
 
 def test_the_two_exchanges_of_a_block_are_all_that_shards_hand_each_other():
@@ -108,8 +108,8 @@ def test_members_as_many_as_the_prompts_meet_once_a_step_and_draw_the_same_bits(
         got = draw(ShardedModel(split.run, [transformer] * count), perturbed)
         return got, split.exchanges[-1]
 
-    whole, (rows, _) = draw(transformer), together(5)
-    assert relative(rows, whole) < 2e-6
+    undivided, (rows, _) = draw(transformer), together(5)
+    assert relative(rows, undivided) < 2e-6
     # Groups of one, of two, and rows only: (members, their speeds, bytes of rows that a member receives).
     row = 3 * 16 * 32 * 4
     for count, speeds, row_bytes in ((2, None, 0), (4, None, row), (2, [1, 3], 2 * row)):
@@ -192,7 +192,7 @@ def test_a_failed_step_s_tensors_are_gone_when_it_begins_again():
 
     def work(shard):
         if len(split.living) == 1:
-            assert all(each() is None for each in held)
+            assert all(item() is None for item in held)
             return shard.x
         mine = torch.zeros(1000)
         held.append(weakref.ref(mine))

@@ -84,8 +84,8 @@ def nvidia_ids(tokenizer, prompt):
         prompt = prompt.split(mark)[0]
     chi = instruction_text(NVIDIA)
     length = len(tokenizer(chi).input_ids) + 300 - 2
-    read = tokenizer(chi + prompt.strip(), max_length=length, padding="max_length", truncation=True)
-    return [[ids[0], *ids[-299:]] for ids in (read.input_ids, read.attention_mask)]
+    calls = tokenizer(chi + prompt.strip(), max_length=length, padding="max_length", truncation=True)
+    return [[ids[0], *ids[-299:]] for ids in (calls.input_ids, calls.attention_mask)]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_positive_prompt_is_read_as_nvidia_reads_it(nvidias, pipeline, prompt,
     assert note in reading.note and bool(note) == bool(reading.note)
     ids, mask = (select_tokens(part)[0].tolist() for part in tokenize(nvidias.tokenizer, [prompt]))
     assert [ids, mask] == nvidia_ids(pipeline.tokenizer, prompt)
-    read = tokenize(nvidias.tokenizer, [prompt])
+    calls = tokenize(nvidias.tokenizer, [prompt])
     with torch.no_grad():
-        states = nvidias.model(read[0], attention_mask=read[1]).last_hidden_state
+        states = nvidias.model(calls[0], attention_mask=calls[1]).last_hidden_state
     assert torch.equal(sana_core.encode_prompts(nvidias, [prompt])[0], select_tokens(states))
 
 

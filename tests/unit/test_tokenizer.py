@@ -56,7 +56,7 @@ def test_the_tokenizer_is_the_same_wherever_it_lies(checkpoint, tmp_path, place)
     encoder = sana_core.load_text_encoder(file, reference="diffusers")
     for prompt in PROMPTS:
         assert encoder.tokenizer.encode(prompt) == reference.tokenizer.encode(prompt)
-    ours, theirs = (sana_core.encode_prompts(each, PROMPTS[:2])[0] for each in (encoder, reference))
+    ours, theirs = (sana_core.encode_prompts(item, PROMPTS[:2])[0] for item in (encoder, reference))
     assert torch.equal(ours, theirs)
 
 

@@ -32,7 +32,7 @@ def test_an_adapter_has_no_effect_at_first(checkpoint, kind):
     before = velocity(transformer)
     add_adapter(transformer, Method(kind, rank=4, targets="both"), seed=1)
     torch.testing.assert_close(velocity(transformer), before, atol=1e-5, rtol=0)
-    trained = {name for name, each in transformer.named_parameters() if each.requires_grad}
+    trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_" in name or ".lokr_" in name for name in trained)
 
 
@@ -80,8 +80,8 @@ def test_merged_weights_are_those_that_are_drawn_with_the_file(checkpoint, tmp_p
     drawn = sana_core.load_transformer(checkpoint, dtype=dtype)
     merge_loras(drawn, [(str(file), 1.0)])
     with merged(transformer, tensors):
-        for layer, own in adapter_layers(transformer).items():
-            assert torch.equal(own.get_base_layer().weight, drawn.get_submodule(layer).weight), layer
+        for layer, adapter in adapter_layers(transformer).items():
+            assert torch.equal(adapter.get_base_layer().weight, drawn.get_submodule(layer).weight), layer
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -41,9 +41,9 @@ def test_a_bucket_is_the_nearest_of_whole_cells(width, height, resolution):
     bucket = choose_bucket((width, height), resolution)
     assert bucket[0] % 32 == bucket[1] % 32 == 0
     scaled = [(Fraction(w * resolution, 1024), Fraction(h * resolution, 1024)) for w, h in SHAPES.values()]
-    whole = [(int(w), int(h)) for w, h in scaled if w % 32 == h % 32 == 0]
-    assert bucket in whole and (resolution, resolution) in whole
-    far = {shape: abs(math.log2(Fraction(shape[0] * height, shape[1] * width))) for shape in whole}
+    whole_cells = [(int(w), int(h)) for w, h in scaled if w % 32 == h % 32 == 0]
+    assert bucket in whole_cells and (resolution, resolution) in whole_cells
+    far = {shape: abs(math.log2(Fraction(shape[0] * height, shape[1] * width))) for shape in whole_cells}
     assert far[bucket] <= min(far.values()) + 1e-9
 
 
@@ -97,8 +97,8 @@ def test_the_plan_depends_neither_on_the_hash_seed_nor_on_the_global_generators(
         "print(plan_epoch([(128, 128), (160, 96)] * 9, 3, 5, 2), torch.equal(torch.get_rng_state(), before))"
     )
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{plan_epoch([(128, 128), (160, 96)] * 9, 3, 5, 2)} True"
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == f"{plan_epoch([(128, 128), (160, 96)] * 9, 3, 5, 2)} True"
 
 
 def test_the_plan_is_the_same_for_ever():
@@ -116,9 +116,9 @@ def test_the_crop_is_the_middle_of_the_picture_scaled_whole(size, bucket):
     # The image has little contrast, because Pillow rounds and clips between its two passes.
     picture = noise(*size, 64, 192)
     scale = max(bucket[0] / size[0], bucket[1] / size[1])
-    whole = picture.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)
-    left, top = (whole.width - bucket[0]) / 2, (whole.height - bucket[1]) / 2
-    expected = np.asarray(whole.crop((left, top, left + bucket[0], top + bucket[1]))).transpose(2, 0, 1)
+    resized = picture.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)
+    left, top = (resized.width - bucket[0]) / 2, (resized.height - bucket[1]) / 2
+    expected = np.asarray(resized.crop((left, top, left + bucket[0], top + bucket[1]))).transpose(2, 0, 1)
     pixels, mask = fit_image(picture, None, bucket)
     assert mask is None and pixels.shape == (3, bucket[1], bucket[0]) and pixels.dtype == torch.float32
     assert np.abs((pixels.numpy() + 1) * 127.5 - expected).max() < 1.01

@@ -97,8 +97,8 @@ def same(one, other):
 
 def test_what_is_loaded_is_what_the_models_give_bit_for_bit(tmp_path, data, models):
     seen = []
-    cache = build(tmp_path / "cache", data, models, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 9) for done in range(1, 10)]
+    cache = build(tmp_path / "cache", data, models, progress=lambda finished, total: seen.append((finished, total)))
+    assert seen == [(finished, 9) for finished in range(1, 10)]
     samples = read_dataset(data)
     for indices in ([0, 3], [1], [2], [3, 0], [0]):
         batch = cache.load(indices)
@@ -177,7 +177,7 @@ def test_a_file_of_others_in_the_place_of_digests_is_named_and_stays(tmp_path, d
     assert file.read_bytes() == content and models.calls == []
     # one that comes while it is built too
     file.unlink()
-    build(tmp_path / "cache", data, models, progress=lambda done, total: file.write_bytes(content))
+    build(tmp_path / "cache", data, models, progress=lambda finished, total: file.write_bytes(content))
     assert file.read_bytes() == content
 
 
@@ -222,7 +222,7 @@ def test_what_changes_misses_and_nothing_else_does(tmp_path, data, models, chang
 
 @pytest.mark.parametrize("call", range(1, 9))
 def test_a_build_that_was_broken_off_goes_on_with_the_rest(tmp_path, data, models, call):
-    whole = build(tmp_path / "whole", data, models)
+    reference = build(tmp_path / "whole", data, models)
     order = list(models.calls)
     models.calls.clear()
     models.fail_at = call
@@ -232,7 +232,7 @@ def test_a_build_that_was_broken_off_goes_on_with_the_rest(tmp_path, data, model
     models.calls, models.fail_at = [], None
     resumed = build(tmp_path / "cache", data, models)
     assert models.calls == order[call - 1 :]
-    same(resumed.load([0, 3]), whole.load([0, 3]))
+    same(resumed.load([0, 3]), reference.load([0, 3]))
     assert {path.name for path in content(tmp_path / "cache")} == {path.name for path in content(tmp_path / "whole")}
 
 
@@ -253,19 +253,19 @@ def test_two_processes_that_build_at_once_do_each_other_no_harm(tmp_path, data, 
     ready = multiprocessing.get_context("fork").Barrier(2)
 
     def work():
-        own = Models()
+        process_models = Models()
         ready.wait()
-        build(tmp_path / "cache", data, own)
-        sys.stdout.write(str(len(own.calls)))
+        build(tmp_path / "cache", data, process_models)
+        sys.stdout.write(str(len(process_models.calls)))
 
     both = [Forked(work) for _ in range(2)]
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert all(1 <= int(text) <= 8 for text in said) and sum(map(int, said)) >= 8
     assert not list((tmp_path / "cache").rglob("*.part"))
-    shared, whole = build(tmp_path / "cache", data, models), build(tmp_path / "whole", data, models)
+    shared, reference = build(tmp_path / "cache", data, models), build(tmp_path / "whole", data, models)
     assert len(models.calls) == 8
-    same(shared.load([0, 3]), whole.load([0, 3]))
+    same(shared.load([0, 3]), reference.load([0, 3]))
     assert content(tmp_path / "cache").keys() == content(tmp_path / "whole").keys()
 
 
@@ -308,12 +308,12 @@ def test_an_entry_that_went_away_is_named(tmp_path, data, models):
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, data, models, monkeypatch):
     """Bytes run out in the midst of a write, as on a full disk."""
-    left = 30_000
+    remaining = 30_000
     write = Path.write_bytes
 
     def write_some(path, content):
-        nonlocal left
-        fits, left = content[:left], max(0, left - len(content))
+        nonlocal remaining
+        fits, remaining = content[:remaining], max(0, remaining - len(content))
         write(path, fits)
         if len(fits) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -326,10 +326,10 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, data, models, monkeyp
             build(tmp_path / "cache", data, models)
     for path in content(tmp_path / "cache"):
         cache.read_entry(tmp_path / "cache" / path)
-    done = len(models.calls) - 1
+    finished_calls = len(models.calls) - 1
     models.calls.clear()
     build(tmp_path / "cache", data, models)
-    assert len(models.calls) == 8 - done
+    assert len(models.calls) == 8 - finished_calls
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path, data, models):
@@ -340,10 +340,10 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, data, models):
 
 
 def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(tmp_path, data, models, monkeypatch):
-    read = cache.Digests.of
+    calls = cache.Digests.of
 
     def then_change(self, place, name):
-        digest = read(self, place, name)
+        digest = calls(self, place, name)
         if place.file.name == "2.png":
             Image.new("RGB", (100, 130), "red").save(place.file)
         return digest
@@ -364,7 +364,7 @@ def test_control_pictures_are_cropped_and_encoded_as_the_pictures_are(tmp_path, 
         pixels = np.random.default_rng(50 + number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(data / f"{number}-control.png")
     models.calls, seen = [], []
-    cache = build(tmp_path / "cache", data, models, progress=lambda done, total: seen.append((done, total)))
+    cache = build(tmp_path / "cache", data, models, progress=lambda finished, total: seen.append((finished, total)))
     # The latents of the images are not computed again.
     assert models.calls == ["pixels"] * 4 and seen[-1] == (13, 13) and cache.latents == plain.latents
     batch, bucket = cache.load([3, 0]), choose_bucket(SIZES[0], 128)

@@ -27,7 +27,7 @@ def test_steps_are_those_of_pytorch_optimizer_s_came(shape, weight_decay):
     """Its weights are [O, I] where ours are 1x1 convolutions, and flat where ours have no factors: it factors all."""
     library = pytest.importorskip("pytorch_optimizer")
     reference_shape = shape[:2] if len(shape) == 2 or shape[2:] == (1, 1) else (torch.Size(shape).numel(),)
-    ours, theirs = (torch.nn.Parameter(normal(*shape).view(wanted)) for wanted in (shape, reference_shape))
+    ours, theirs = (torch.nn.Parameter(normal(*shape).view(number)) for number in (shape, reference_shape))
     train(make_optimizer("came", [ours], 1e-2, weight_decay), [ours])
     train(library.CAME([theirs], lr=1e-2, weight_decay=weight_decay), [theirs])
     assert (theirs - normal(*shape).view(reference_shape)).abs().mean() > 0.02
@@ -89,22 +89,22 @@ def test_codes_are_near_what_they_stand_for(count):
     codes, scales = empty_codes(values)
     quantise(values, codes, scales)
     assert codes.dtype == torch.int8 and codes.shape == values.shape and len(scales) == -(-count // BLOCK)
-    found = dequantise(codes, scales)
+    result = dequantise(codes, scales)
     # half a code apart in square roots
     largest = scales.repeat_interleave(BLOCK)[:count]
-    apart = (found.abs().sqrt() - values.abs().sqrt()).abs() / largest.sqrt()
+    apart = (result.abs().sqrt() - values.abs().sqrt()).abs() / largest.sqrt()
     assert apart.max() <= 0.5 / 127 + 1e-6
-    assert ((found >= 0) == (values >= 0)).logical_or(found == 0).all()
-    assert torch.equal(found[values.abs() == largest], values[values.abs() == largest])
+    assert ((result >= 0) == (values >= 0)).logical_or(result == 0).all()
+    assert torch.equal(result[values.abs() == largest], values[values.abs() == largest])
 
 
 def test_a_block_of_zeros_and_one_of_tiny_numbers_are_safe():
     values = torch.cat([torch.zeros(BLOCK), normal(BLOCK) * 1e-30])
     codes, scales = empty_codes(values)
     quantise(values, codes, scales)
-    found = dequantise(codes, scales)
-    assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
-    torch.testing.assert_close(found[BLOCK:], values[BLOCK:], rtol=0, atol=1.6e-2 * 5e-30)
+    result = dequantise(codes, scales)
+    assert torch.equal(result[:BLOCK], torch.zeros(BLOCK))
+    torch.testing.assert_close(result[BLOCK:], values[BLOCK:], rtol=0, atol=1.6e-2 * 5e-30)
 
 
 def test_nan_is_not_hidden_in_codes():

@@ -105,8 +105,8 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, co
             same = all(torch.equal(one, second.parameters[name]) for name, one in first.parameters.items())
             return saved, resumed, bytes_of(tensors.values()), same
 
-    for saved, resumed, whole, same in results_of(count, save_and_resume):
-        assert same and whole > 50_000 and saved == resumed == 0
+    for saved, resumed, gathered, same in results_of(count, save_and_resume):
+        assert same and gathered > 50_000 and saved == resumed == 0
 
 
 def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
@@ -120,9 +120,9 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
             with state.averaged():
-                whole = state.gather_models(device, trained_alone=False)
-                if whole:
-                    with state.as_saved(whole) as (transformer,):
+                gathered = state.gather_models(device, trained_alone=False)
+                if gathered:
+                    with state.as_saved(gathered) as (transformer,):
                         assert {weight.dtype for weight in transformer.parameters()} == {torch.bfloat16}
             return cards.peak[device] - before, 2 * sum(sizes), 4 * max(sizes)
 

@@ -18,17 +18,17 @@ from sana_core.training.sharding import microbatches
 GB = 2**30
 
 
-def share(variant, kind, cards=4, **own):
-    settings = replace(make_settings(accumulate=cards, **own), parallel=Parallel(kind))
+def share(variant, kind, cards=4, **options):
+    settings = replace(make_settings(accumulate=cards, **options), parallel=Parallel(kind))
     return rank_memory(settings, released_base(variant), settings.phase[0], cards)
 
 
 def test_the_counted_peaks_of_the_released_models_are_predicted():
     from benchmarks.train_parallel import RELEASED, predict
 
-    found = json.loads((ROOT / "benchmarks" / "train_parallel.json").read_text())["memory"]
-    assert found.keys() == RELEASED.keys()
-    for variant, figures in found.items():
+    report = json.loads((ROOT / "benchmarks" / "train_parallel.json").read_text())["memory"]
+    assert report.keys() == RELEASED.keys()
+    for variant, figures in report.items():
         # the target is 10 %
         assert figures["counted_megabytes"] == pytest.approx(predict(variant) / 1e6, rel=0.02)
         assert figures["fits_card_of"] == RELEASED[variant]
@@ -79,8 +79,8 @@ def test_a_model_that_is_offloaded_on_one_gpu_is_planned(checkpoint):
     settings = replace(settings, model=str(checkpoint), parallel=Parallel("fsdp_offload"))
     lines = command.plan_lines(settings, 8.0)
     assert any(line.startswith("fsdp_offload") for line in lines) and lines[-1].startswith("fits 1 GPU of 8 GB")
-    whole, offloaded = (share("1.5-4.8B", kind, cards=1) for kind in ("ddp", "fsdp_offload"))
-    assert offloaded.card < whole.card / 2
+    undivided, offloaded = (share("1.5-4.8B", kind, cards=1) for kind in ("ddp", "fsdp_offload"))
+    assert offloaded.card < undivided.card / 2
 
 
 def test_a_base_in_8_bits_is_not_divided():
@@ -101,7 +101,7 @@ def test_images_of_a_divided_model_are_planned_and_fit_24_gb(cards):
     plain = replace(make_settings(method=FULL, accumulate=cards, optimizer="came8bit"), parallel=Parallel("fsdp"))
     prompts = replace(plain, validation=Validation(every=100, prompts=("a red circle",)))
     base = released_base("1.5-4.8B")
-    steps, images = (largest_memory(own, base, cards) for own in (plain, prompts))
+    steps, images = (largest_memory(run_settings, base, cards) for run_settings in (plain, prompts))
     # the whole model in bf16, and the rows of this GPU in fp32 with their state
     copy = 2 * sum(map(math.prod, base.shapes.values()))
     assert copy < images.weights + images.state <= copy + (steps.weights + steps.state) * 1.01 or images == steps

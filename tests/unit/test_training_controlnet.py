@@ -64,11 +64,13 @@ def test_at_first_it_changes_nothing_and_its_projections_alone_have_gradients(ch
     loss = steered_loss((transformer, controlnet), batch)
     torch.testing.assert_close(loss, loss_of(transformer, batch), atol=1e-6, rtol=0)
     loss.sum().backward()
-    moved = {name for name, each in controlnet.named_parameters() if each.grad is not None and each.grad.any()}
+    moved = {
+        name for name, parameter in controlnet.named_parameters() if parameter.grad is not None and parameter.grad.any()
+    }
     assert moved == {f"controlnet_blocks.{i}.{leaf}" for i in range(3) for leaf in ("weight", "bias")}
-    trained = {name.split(".")[0] for name, each in controlnet.named_parameters() if each.requires_grad}
+    trained = {name.split(".")[0] for name, parameter in controlnet.named_parameters() if parameter.requires_grad}
     assert trained == {"transformer_blocks", "input_block", "controlnet_blocks"}
-    assert not any(each.requires_grad for each in transformer.parameters())
+    assert not any(parameter.requires_grad for parameter in transformer.parameters())
 
 
 def test_the_loss_is_that_of_the_released_codebase(models, batch):
@@ -81,17 +83,17 @@ def test_the_loss_is_that_of_the_released_codebase(models, batch):
         ours = steered_loss(models, batch)
         if transformer.config.reference == "nvidia":
             bare = copy.copy(controlnet)
-            bare._modules = {name: each for name, each in controlnet._modules.items() if name != "base_block"}
+            bare._modules = {name: item for name, item in controlnet._modules.items() if name != "base_block"}
             tensors = layouts.nvidia(transformer, unused=False)
-            own = layouts.nvidia(bare, unused=False)
-            tensors.update({name: each for name, each in own.items() if name.startswith("controlnet.")})
+            nvidia_tensors = layouts.nvidia(bare, unused=False)
+            tensors.update({name: item for name, item in nvidia_tensors.items() if name.startswith("controlnet.")})
             config = transformer.config
             sizes = {"heads": config.num_cross_attention_heads, "pe": (config.sample_size, config.interpolation_scale)}
             velocity = nvidia.forward(tensors, x, timestep, embeds, mask, control=control, **sizes)
         else:
-            given = {"encoder_attention_mask": mask, "return_dict": False}
-            samples = controlnet(x, embeds, timestep, control, **given)[0]
-            velocity = transformer(x, embeds, timestep, controlnet_block_samples=samples, **given)[0]
+            inputs = {"encoder_attention_mask": mask, "return_dict": False}
+            samples = controlnet(x, embeds, timestep, control, **inputs)[0]
+            velocity = transformer(x, embeds, timestep, controlnet_block_samples=samples, **inputs)[0]
     expected = (velocity - noise + x0).square().mean(dim=(1, 2, 3))
     assert (ours - loss_of(transformer, batch)).abs().min() > 1e-3
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
@@ -113,7 +115,7 @@ def test_gradients_are_those_of_differences(checkpoint, batch, reference, checkp
     if checkpointed:
         transformer.enable_gradient_checkpointing()
         controlnet.enable_gradient_checkpointing()
-    batch = [each.double() if each is not None and each.is_floating_point() else each for each in batch]
+    batch = [item.double() if item is not None and item.is_floating_point() else item for item in batch]
     loss = steered_loss((transformer, controlnet), batch).sum()
     loss.backward()
     for name, parameter in controlnet.named_parameters():
@@ -143,39 +145,39 @@ def test_a_model_that_no_controlnet_fits_is_refused(checkpoint):
 
 @pytest.fixture
 def settings(tmp_path, checkpoint):
-    def make(count=12, steps=2, reference="auto", **others):
+    def make(count=12, steps=2, reference="auto", **options):
         data = tmp_path / "pictures"
         write_pictures(data, count, seed=4, controls=True)
         phase = Phase((str(data),), 128, batch=8, steps=steps, learning_rate=1e-3)
-        values = {"dtype": "float32", "reference": reference, "checkpoint_gradients": False, **others}
+        values = {"dtype": "float32", "reference": reference, "checkpoint_gradients": False, **options}
         values.setdefault("validation", Validation(every=steps, share=0.15))
-        own = TrainingSettings(
+        run_settings = TrainingSettings(
             str(checkpoint), str(tmp_path / "out"), (phase,), method=Method("controlnet", blocks=3), **values
         )
-        return check_settings(own)
+        return check_settings(run_settings)
 
     return make
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_what_is_saved_opens_in_diffusers_and_here(settings, batch, checkpoint, reference):
-    own = settings(reference=reference)
-    folder = trainer.train(own)
+    run_settings = settings(reference=reference)
+    folder = trainer.train(run_settings)
     assert folder.name == "controlnet"
     theirs, ours = SanaControlNetModel.from_pretrained(folder), sana_core.load_controlnet(folder)
     assert ours.config.reference == reference
     own_tensors = ours.state_dict()
-    assert all(torch.equal(each, own_tensors[name]) for name, each in theirs.state_dict().items())
-    assert any(each.any() for name, each in own_tensors.items() if name.startswith("input_block"))
+    assert all(torch.equal(item, own_tensors[name]) for name, item in theirs.state_dict().items())
+    assert any(item.any() for name, item in own_tensors.items() if name.startswith("input_block"))
     x0, embeds, mask, noise, sigma, _, control = batch
     transformer = sana_core.load_transformer(checkpoint, reference=reference)
     x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1))
     velocity = sana_core.predict_velocity(transformer, x, 1000 * sigma, embeds, mask, None, ours, control)
     if reference == "diffusers":
-        given = {"encoder_attention_mask": mask, "return_dict": False}
+        inputs = {"encoder_attention_mask": mask, "return_dict": False}
         with torch.no_grad():
-            samples = theirs(x, embeds, 1000 * sigma, control, **given)[0]
-            expected = transformer(x, embeds, 1000 * sigma, controlnet_block_samples=samples, **given)[0]
+            samples = theirs(x, embeds, 1000 * sigma, control, **inputs)[0]
+            expected = transformer(x, embeds, 1000 * sigma, controlnet_block_samples=samples, **inputs)[0]
         torch.testing.assert_close(velocity, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -184,7 +186,7 @@ def test_it_learns_to_follow_its_control_images(tmp_path, one_thread, monkeypatc
     """The loss of held-out images falls far below the model's own, and below the loss with wrong silhouettes."""
     folder = write_pictures(tmp_path / "images", 80, controls=True)
     phase = Phase((folder,), 256, batch=8, steps=150, learning_rate=1e-3)
-    own = TrainingSettings(
+    run_settings = TrainingSettings(
         str(ROOT / "demo" / "sana-posters"),
         str(tmp_path / "run"),
         (phase,),
@@ -198,7 +200,7 @@ def test_it_learns_to_follow_its_control_images(tmp_path, one_thread, monkeypatc
     learners, reports = [], []
     export = Trainer.export
     monkeypatch.setattr(Trainer, "export", lambda self, *values: (learners.append(self), export(self, *values)))
-    trainer.train(own, reports.append)
+    trainer.train(run_settings, reports.append)
     first, last, best = (line["validation_loss"] for line in reports if "validation_loss" in line)
     assert best == last
     assert last < 0.75 * first
@@ -207,34 +209,36 @@ def test_it_learns_to_follow_its_control_images(tmp_path, one_thread, monkeypatc
     (data,) = learner.data
     assert validation_loss(learner, data) == pytest.approx(last, abs=1e-4)
     controls = data.cache.controls
-    others = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))
-    assert validation_loss(learner, others) > 1.1 * last
-    plain = make_trainer(sana_core.load_transformer(own.model), learner.shift, replace(own, method=Method(rank=1)))
+    other_values = data._replace(cache=data.cache._replace(controls=[*controls[1:], *controls[:1]]))
+    assert validation_loss(learner, other_values) > 1.1 * last
+    plain = make_trainer(
+        sana_core.load_transformer(run_settings.model), learner.shift, replace(run_settings, method=Method(rank=1))
+    )
     assert validation_loss(plain, data) == pytest.approx(first, abs=1e-4)
 
 
 def test_a_missing_control_picture_is_named_before_anything_is_encoded(settings):
-    own = settings(3)
-    folder = Path(own.phase[0].data[0])
+    run_settings = settings(3)
+    folder = Path(run_settings.phase[0].data[0])
     (folder / "4-1-control.png").unlink()
     with pytest.raises(InputError, match="^4-1.png: has no control image, expected 4-1-control.png beside it"):
-        trainer.train(own)
-    assert not list(Path(own.out).rglob("*.safetensors"))
+        trainer.train(run_settings)
+    assert not list(Path(run_settings.out).rglob("*.safetensors"))
 
 
 def test_the_validation_draws_each_prompt_with_its_control_picture(settings, checkpoint):
     """Learnt at a high rate, so that it can be seen; at first the control picture changes nothing."""
-    own = settings(4, 4)
-    pictures = [str(Path(own.phase[0].data[0]) / f"4-{number}-control.png") for number in range(3)]
-    phase = replace(own.phase[0], learning_rate=3e-2)
+    run_settings = settings(4, 4)
+    pictures = [str(Path(run_settings.phase[0].data[0]) / f"4-{number}-control.png") for number in range(3)]
+    phase = replace(run_settings.phase[0], learning_rate=3e-2)
     shown = {}
     for name, prompts, control in (
         ("each", ("a red circle", "a red circle"), pictures[:2]),
         ("one", ("a red circle", "a red circle"), pictures[2:]),
     ):
         look = Validation(every=4, prompts=prompts, control=tuple(control), steps=2, guidance=3.0)
-        told = replace(own, out=f"{own.out}-{name}", validation=look, phase=(phase,))
-        trainer.train(check_settings(told), show=lambda step, drawn, name=name: shown.update({(name, step): drawn}))
+        message = replace(run_settings, out=f"{run_settings.out}-{name}", validation=look, phase=(phase,))
+        trainer.train(check_settings(message), show=lambda step, drawn, name=name: shown.update({(name, step): drawn}))
     assert all(torch.equal(*pair) for pair in zip(shown["each", 0], shown["one", 0], strict=True))
     for number in range(2):
         assert (shown["each", 4][number] - shown["one", 4][number]).abs().mean() > 1e-3

@@ -41,7 +41,7 @@ def make(tmp_path, checkpoint):
     """A function that returns the settings of a run of five steps that saves no state by itself."""
     data = {}
 
-    def make_settings(out="out", kind="folder", stream=True, parallel="ddp", **others):
+    def make_settings(out="out", kind="folder", stream=True, parallel="ddp", **options):
         if kind not in data:
             data[kind] = write_images(tmp_path, kind)
         phase = Phase((str(data[kind]),), 128, batch=2, accumulate=2, steps=STEPS, learning_rate=1e-3)
@@ -49,7 +49,7 @@ def make(tmp_path, checkpoint):
             str(checkpoint), str(tmp_path / out), (phase,), dtype="float32", method=Method(rank=2), stream=stream
         )
         return check_settings(
-            replace(settings, parallel=Parallel(parallel), save_every=100, caption_dropout=0.3, **others)
+            replace(settings, parallel=Parallel(parallel), save_every=100, caption_dropout=0.3, **options)
         )
 
     return make_settings

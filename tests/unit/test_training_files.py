@@ -36,9 +36,9 @@ def each_model(request):
 def make(shared, tmp_path, checkpoint):
     """A function of overrides that returns the settings of four steps on three pictures."""
 
-    def make(steps=4, phases=1, model=checkpoint, **others):
+    def make(steps=4, phases=1, model=checkpoint, **options):
         phase = Phase((str(shared / "pictures"),), 32, steps=steps, learning_rate=1e-3)
-        values = {"dtype": "float32", "save_every": 2, "method": Method(rank=2), "name": "x", **others}
+        values = {"dtype": "float32", "save_every": 2, "method": Method(rank=2), "name": "x", **options}
         cache, out = str(shared / "cache"), str(tmp_path / "out")
         return check_settings(TrainingSettings(str(model), out, (phase,) * phases, cache=cache, **values))
 
@@ -59,12 +59,12 @@ def content(folder):
 
 
 def test_equal_runs_write_equal_loras(make, out, tmp_path, each_model):
-    own = make(model=each_model, trigger="red")
-    found = set()
+    run_settings = make(model=each_model, trigger="red")
+    result = set()
     for name in "ab":
-        file = trainer.train(replace(own, out=str(tmp_path / name)))
-        found.add(file.read_bytes())
-    assert len(found) == 1
+        file = trainer.train(replace(run_settings, out=str(tmp_path / name)))
+        result.add(file.read_bytes())
+    assert len(result) == 1
 
 
 STRANGERS = ("x.safetensors", "log.jsonl", "run.json", "steps", "pictures", "pictures/step-0000000-00.png")
@@ -124,7 +124,7 @@ def test_a_file_that_comes_while_it_trains_is_not_replaced_either(make, out):
 
 @pytest.mark.parametrize("name", ["step-0000004", "step-0000001/notes.txt"])
 def test_what_comes_where_a_state_will_be_ends_the_run_with_what_it_has_learnt(make, out, shared, tmp_path, name):
-    whole = trainer.train(make()).read_bytes()
+    complete = trainer.train(make()).read_bytes()
     shutil.rmtree(out)
     theirs = out / "steps" / name
 
@@ -140,11 +140,11 @@ def test_what_comes_where_a_state_will_be_ends_the_run_with_what_it_has_learnt(m
     theirs.rename(tmp_path / "mine")
     if place.exists():
         place.rmdir()
-    assert trainer.train(make(save_every=500)).read_bytes() == whole
+    assert trainer.train(make(save_every=500)).read_bytes() == complete
 
 
 def test_a_preview_is_written_beside_what_has_its_name(make, out):
-    own = make(validation=Validation(every=2, prompts=("a red circle",), steps=1, width=32, height=32))
+    run_settings = make(validation=Validation(every=2, prompts=("a red circle",), steps=1, width=32, height=32))
     theirs, folder = out / "pictures" / "step-0000002-00.png", out / "pictures" / "step-0000004-00.png"
 
     def report(line):
@@ -152,13 +152,13 @@ def test_a_preview_is_written_beside_what_has_its_name(make, out):
             theirs.write_text("mine")
             folder.mkdir()
 
-    trainer.train(own, report)
+    trainer.train(run_settings, report)
     names = {"step-0000000-00.png", theirs.name, "step-0000002-00-2.png", folder.name, "step-0000004-00-2.png"}
     assert theirs.read_text() == "mine" and {path.name for path in theirs.parent.iterdir()} == names
     # the same again is no other
     before = content(out / "pictures")
     shutil.rmtree(out / "steps")
-    trainer.train(own)
+    trainer.train(run_settings)
     assert content(out / "pictures") == before
 
 
@@ -171,12 +171,12 @@ def test_older_states_that_a_killed_run_has_not_removed_go_with_the_next_one(mak
 def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out, tmp_path):
     write_pictures(tmp_path / "pictures", 4)
     phase = Phase((str(tmp_path / "pictures"),), 32, steps=6, learning_rate=0.1)
-    own = replace(make(keep=1, validation=Validation(every=2, share=0.3)), phase=(phase,))
-    trainer.train(own)
+    run_settings = replace(make(keep=1, validation=Validation(every=2, share=0.3)), phase=(phase,))
+    trainer.train(run_settings)
     before = content(out)
     assert len(find_states(out)) == 2
     next((tmp_path / "pictures").glob("*.txt")).write_text("another caption")
-    trainer.train(own)
+    trainer.train(run_settings)
     assert content(out) == before
 
 
@@ -262,7 +262,7 @@ def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start
     def fail(part):
         raise OSError(5, "Input/output error")
 
-    whole = trainer.train(make()).read_bytes()
+    complete = trainer.train(make()).read_bytes()
     shutil.rmtree(out)
     with monkeypatch.context() as patch:
         patch.setattr(states, "sync", fail)
@@ -270,7 +270,7 @@ def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start
             trainer.train(make())
     assert not (out / "steps").exists()
     resumed = []
-    assert trainer.train(make(), lambda line: resumed.append(line["step"])).read_bytes() == whole
+    assert trainer.train(make(), lambda line: resumed.append(line["step"])).read_bytes() == complete
     assert min(resumed) > 1
 
 
@@ -346,17 +346,17 @@ def test_a_line_of_the_log_that_finds_no_room_leaves_none_of_it(tmp_path, monkey
 
 
 def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
-    own = make()
-    trainer.train(own)
-    left = [
+    run_settings = make()
+    trainer.train(run_settings)
+    remaining = [
         out / ".sana-batch" / "run-0123" / ".state-6.part",
         out / ".sana-batch" / "gone-4567" / ".gone-2.part",
-        trainer.Trainer(own).cache_store().parts,
+        trainer.Trainer(run_settings).cache_store().parts,
     ]
-    for folder in left:
+    for folder in remaining:
         (folder / "transformer").mkdir(parents=True)
         (folder / "transformer" / "half.safetensors").write_bytes(b"half")
     (out / ".sana-batch" / "run-0123" / "mark").touch()
-    trainer.train(own)
+    trainer.train(run_settings)
     assert {path.name for path in out.iterdir()} == {"log.jsonl", "run.json", "steps", "x.safetensors"}
     assert not list(shared.joinpath("cache").glob(".*"))

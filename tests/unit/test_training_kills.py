@@ -21,14 +21,14 @@ def start(folder, checkpoint, name):
 @pytest.mark.slow
 def test_killed_and_gone_on(tmp_path, checkpoint):
     write_pictures(tmp_path / "pictures", 6)
-    whole = start(tmp_path, checkpoint, "whole")
-    _, said = whole.communicate()
-    assert whole.returncode == 0, said
+    uninterrupted = start(tmp_path, checkpoint, "whole")
+    _, said = uninterrupted.communicate()
+    assert uninterrupted.returncode == 0, said
     rng, log = random.Random(3), tmp_path / "killed" / "log.jsonl"
     for kill in range(KILLS):
         process = start(tmp_path, checkpoint, "killed")
-        wanted = 40 * (kill + 1) // (KILLS + 1)
-        while process.poll() is None and (not log.exists() or log.read_text().count("grad_norm") < wanted):
+        target_step = 40 * (kill + 1) // (KILLS + 1)
+        while process.poll() is None and (not log.exists() or log.read_text().count("grad_norm") < target_step):
             time.sleep(0.002)
         time.sleep(rng.random() * 0.1)
         process.send_signal(signal.SIGKILL)
@@ -51,8 +51,8 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(tmp_path, checkpoint):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in said
-    done = log.read_text().count("grad_norm")
-    assert (tmp_path / "out" / "steps" / f"step-{done:07d}" / "state.json").exists()
+    text = log.read_text().count("grad_norm")
+    assert (tmp_path / "out" / "steps" / f"step-{text:07d}" / "state.json").exists()
     assert not list((tmp_path / "out" / ".sana-batch").glob("run-*"))
 
 

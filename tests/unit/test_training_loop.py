@@ -28,10 +28,10 @@ def folder(tmp_path_factory):
 def settings(folder, tmp_path, checkpoint):
     """A function of overrides: six steps on seven pictures of which one or more are held out."""
 
-    def make(out="out", steps=6, data=folder / "pictures", phases=1, varied=None, **others):
+    def make(out="out", steps=6, data=folder / "pictures", phases=1, varied=None, **options):
         phase = Phase((str(data),), 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
         phase = replace(phase, regularisation=(str(data),), **varied) if varied else phase
-        values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **others}
+        values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **options}
         values.setdefault("validation", Validation(every=3, share=0.3))
         cache = str(folder / "cache")
         return check_settings(
@@ -74,26 +74,26 @@ TOGETHER = ("lora, all variants", "lokr, came", "full in bf16", "controlnet, mix
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in TOGETHER else pytest.mark.slow) for way in WAYS])
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
-    whole, broken = settings("whole", **WAYS[way]), settings("broken", **WAYS[way])
-    trainer.train(whole)
+    uninterrupted, broken = settings("whole", **WAYS[way]), settings("broken", **WAYS[way])
+    trainer.train(uninterrupted)
     for steps in (1, 3, 1):
         report, poll = stopping_after(steps)
         with pytest.raises(Stopped):
             trainer.train(broken, report, poll=poll)
     trainer.train(broken)
-    assert lines_of(broken.out) == lines_of(whole.out)
-    assert [line["step"] for line in lines_of(whole.out) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert same(last_state(whole.out), last_state(broken.out))
+    assert lines_of(broken.out) == lines_of(uninterrupted.out)
+    assert [line["step"] for line in lines_of(uninterrupted.out) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert same(last_state(uninterrupted.out), last_state(broken.out))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
 @pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=3)], ids=["lora", "controlnet"])
 def test_gradients_kept_or_computed_again_are_the_same(settings, method, reference):
-    own = {"method": method, "reference": reference, "steps": 3}
-    kept, again = settings("kept", checkpoint_gradients=False, **own), settings("again", **own)
-    trainer.train(kept)
+    options = {"method": method, "reference": reference, "steps": 3}
+    saved, again = settings("kept", checkpoint_gradients=False, **options), settings("again", **options)
+    trainer.train(saved)
     trainer.train(again)
-    assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
+    assert lines_of(saved.out) == lines_of(again.out) and same(last_state(saved.out), last_state(again.out))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
@@ -104,9 +104,9 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
         file.write_text(f"{file.read_text()}, and much more than that")
     losses = []
     for out, data in (("short", folder / "pictures"), ("long", longer)):
-        own = settings(out, steps=1, data=data, caption_dropout=1.0, reference=reference)
-        trainer.train(own)
-        losses += [line["loss"] for line in lines_of(own.out) if "loss" in line]
+        run_settings = settings(out, steps=1, data=data, caption_dropout=1.0, reference=reference)
+        trainer.train(run_settings)
+        losses += [line["loss"] for line in lines_of(run_settings.out) if "loss" in line]
     # NVIDIA's code masks the negative prompt as the prompt, diffusers' by itself
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
 
@@ -114,30 +114,32 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
 def test_the_loss_falls_on_two_pictures(settings, folder):
     pair = folder / "two"
     write_pictures(pair, 2, seed=4)
-    own = settings(steps=60, data=pair, caption_dropout=0.0, method=Method(rank=16, targets="both"))
-    own = replace(own, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
-    own = replace(own, phase=(replace(own.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),))
-    trainer.train(own)
-    losses = [line["loss"] for line in lines_of(own.out)]
+    run_settings = settings(steps=60, data=pair, caption_dropout=0.0, method=Method(rank=16, targets="both"))
+    run_settings = replace(run_settings, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
+    run_settings = replace(
+        run_settings, phase=(replace(run_settings.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),)
+    )
+    trainer.train(run_settings)
+    losses = [line["loss"] for line in lines_of(run_settings.out)]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
 @trained_on_both
 @pytest.mark.parametrize("rate", [1e-3, 0.05])
 def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
-    own = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
-    phase = replace(own.phase[0], learning_rate=rate)
-    own = replace(own, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
+    run_settings = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
+    phase = replace(run_settings.phase[0], learning_rate=rate)
+    run_settings = replace(run_settings, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
     lines = []
-    file = trainer.train(own, lines.append)
-    first, *found = [line for line in lines_of(own.out) if "validation_loss" in line]
-    best = min(found, key=lambda line: line["validation_loss"])
+    file = trainer.train(run_settings, lines.append)
+    first, *results = [line for line in lines_of(run_settings.out) if "validation_loss" in line]
+    best = min(results, key=lambda line: line["validation_loss"])
     # At a destructive rate the best is an early LoRA, but not step 0, which is no LoRA.
     assert 0 < best["step"] < 12 if rate == 0.05 else best["validation_loss"] < first["validation_loss"]
     worse = best["validation_loss"] >= first["validation_loss"]
     assert lines[-1] == {**best, "first": first["validation_loss"]}
     assert ("lower the learning rate" in describe_validation(lines[-1])) == worse
-    states = dict(find_states(Path(own.out)))
+    states = dict(find_states(Path(run_settings.out)))
     assert set(states) == {10, 12, best["step"]}
     for published, step in ((file, best["step"]), (file.with_name("sana-last.safetensors"), 12)):
         assert published.read_bytes() == (states[step] / "sana.safetensors").read_bytes()
@@ -159,9 +161,9 @@ def run_on(settings, tmp_path):
     def run(added=0, seed=2, **phase):
         write_pictures(data, added, seed=seed)
         phases = (Phase((str(data),), 128, batch=1, learning_rate=1e-3, **phase),)
-        own = replace(settings(), phase=phases, validation=Validation())
-        trainer.train(own)
-        return own
+        run_settings = replace(settings(), phase=phases, validation=Validation())
+        trainer.train(run_settings)
+        return run_settings
 
     return run
 
@@ -169,22 +171,24 @@ def run_on(settings, tmp_path):
 def test_pictures_that_are_added_are_learnt_when_the_run_goes_on(run_on):
     for added in (4, 0):
         assert len(lines_of(run_on(added, epochs=1).out)) == 4
-    own = run_on(3, seed=3, epochs=2)
-    assert [line["step"] for line in lines_of(own.out)] == list(range(1, 12))
+    run_settings = run_on(3, seed=3, epochs=2)
+    assert [line["step"] for line in lines_of(run_settings.out)] == list(range(1, 12))
 
 
 def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
     run_on(4, steps=3)
-    own = run_on(4, seed=3, steps=11)
+    run_settings = run_on(4, seed=3, steps=11)
     # All eight images are learnt, not only the five after the third.
-    assert [line["epoch"] for line in lines_of(own.out)] == [1] * 11
+    assert [line["epoch"] for line in lines_of(run_settings.out)] == [1] * 11
 
 
 def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
     seeds, steps = [], []
     step_optimizer, average_decay = trainer.step_optimizer, trainer.average_decay
     monkeypatch.setattr(
-        trainer, "step_optimizer", lambda *own: seeds.append(own[1].initial_seed()) or step_optimizer(*own)
+        trainer,
+        "step_optimizer",
+        lambda *arguments: seeds.append(arguments[1].initial_seed()) or step_optimizer(*arguments),
     )
     monkeypatch.setattr(trainer, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
     trainer.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
@@ -194,10 +198,10 @@ def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings
 @trained_on_both
 def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkpoint, tmp_path, name):
     write_pictures(tmp_path / "one", 1)
-    own = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
-    own = replace(own, model=str(CHECKPOINTS[name]), cache="")
-    assert trainer.train(own).is_file()
-    assert [("loss" in line, "validation_loss" in line) for line in lines_of(own.out)] == [(True, False)] * 2
+    run_settings = settings(data=tmp_path / "one", steps=2, validation=Validation(every=1, share=0.5))
+    run_settings = replace(run_settings, model=str(CHECKPOINTS[name]), cache="")
+    assert trainer.train(run_settings).is_file()
+    assert [("loss" in line, "validation_loss" in line) for line in lines_of(run_settings.out)] == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ def test_a_folder_with_another_run_is_refused(settings, change):
 
 
 def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
-    own = settings(steps=4, validation=Validation())
+    run_settings = settings(steps=4, validation=Validation())
     real, calls = trainer.flow_loss, []
 
     def lossy(*values):
@@ -221,24 +225,26 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture
 
     monkeypatch.setattr(trainer, "flow_loss", lossy)
     with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
-        trainer.train(own)
-    assert newest(own.out).name == "step-0000002"
-    assert all(value.isfinite().all() for value in last_state(own.out).values())
+        trainer.train(run_settings)
+    assert newest(run_settings.out).name == "step-0000002"
+    assert all(value.isfinite().all() for value in last_state(run_settings.out).values())
 
 
 def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
-    own, whole = settings("own"), settings("whole")
+    run_settings, uninterrupted = settings("own"), settings("whole")
 
     def report(line):
         if line.get("loss") and line["step"] == 3:
             raise Stopped
 
     with pytest.raises(Stopped):
-        trainer.train(own, report)
-    assert newest(own.out).name == "step-0000003"
-    trainer.train(own)
-    trainer.train(whole)
-    assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))
+        trainer.train(run_settings, report)
+    assert newest(run_settings.out).name == "step-0000003"
+    trainer.train(run_settings)
+    trainer.train(uninterrupted)
+    assert lines_of(run_settings.out) == lines_of(uninterrupted.out) and same(
+        last_state(run_settings.out), last_state(uninterrupted.out)
+    )
 
 
 def test_the_pictures_of_each_validation_are_shown(settings):
@@ -246,23 +252,25 @@ def test_the_pictures_of_each_validation_are_shown(settings):
 
     shown = []
     prompts = ("a red circle", "a blue square")
-    own = settings(steps=2, validation=Validation(every=2, prompts=prompts, steps=1, width=64, height=32))
-    trainer.train(own, show=lambda step, pictures: shown.append((step, pictures)))
+    run_settings = settings(steps=2, validation=Validation(every=2, prompts=prompts, steps=1, width=64, height=32))
+    trainer.train(run_settings, show=lambda step, pictures: shown.append((step, pictures)))
     assert [step for step, _ in shown] == [0, 2]
     for number, picture in enumerate(shown[1][1]):
-        file = Image.open(Path(own.out) / "pictures" / f"step-0000002-{number:02d}.png")
+        file = Image.open(Path(run_settings.out) / "pictures" / f"step-0000002-{number:02d}.png")
         assert picture.shape == (3, 32, 64) and file.getpixel((5, 7)) == tuple(
             ((picture[:, 7, 5] + 1) * 127.5).round().int().tolist()
         )
 
 
 def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, checkpoint):
-    own = replace(settings(), model=str(checkpoint / "transformer"))
+    run_settings = replace(settings(), model=str(checkpoint / "transformer"))
     with pytest.raises(CheckpointError, match="^.*: not SANA's text encoder"):
-        trainer.train(own)
-    assert not Path(own.out).exists()
+        trainer.train(run_settings)
+    assert not Path(run_settings.out).exists()
     parts = {"text_encoder": str(checkpoint), "autoencoder": str(checkpoint)}
-    trainer.train(replace(own, **parts))
-    whole = settings("whole")
-    trainer.train(whole)
-    assert lines_of(own.out) == lines_of(whole.out) and same(last_state(own.out), last_state(whole.out))
+    trainer.train(replace(run_settings, **parts))
+    uninterrupted = settings("whole")
+    trainer.train(uninterrupted)
+    assert lines_of(run_settings.out) == lines_of(uninterrupted.out) and same(
+        last_state(run_settings.out), last_state(uninterrupted.out)
+    )

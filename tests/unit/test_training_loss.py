@@ -36,7 +36,7 @@ def test_the_model_sees_what_diffusers_scheduler_makes_of_noise_and_latents(tran
     x0, embeds, mask, noise, sigma = batch
     seen = {}
 
-    def forward(x, embeds, timestep, **others):
+    def forward(x, embeds, timestep, **options):
         seen.update(x=x, timestep=timestep)
         return (noise - x0,)
 
@@ -56,7 +56,7 @@ def test_a_model_that_knows_nothing_has_one_and_the_variance_of_the_latents(tran
     _, embeds, mask, _, sigma = batch
     numbers = torch.Generator().manual_seed(5)
     x0, noise = 1.7 * torch.randn(2, 32, 16, 16, generator=numbers), torch.randn(2, 32, 16, 16, generator=numbers)
-    monkeypatch.setattr(transformer, "forward", lambda x, *others, **more: (torch.zeros_like(x),))
+    monkeypatch.setattr(transformer, "forward", lambda x, *options, **more: (torch.zeros_like(x),))
     loss = flow_loss(transformer, x0, (embeds, mask), noise, sigma)
     assert float(loss.mean()) == pytest.approx(1 + 1.7**2, rel=0.02)
 
@@ -72,8 +72,8 @@ def test_times_are_diffusers_logit_normal(transformer):
 @pytest.mark.parametrize("loss", [Loss(logit_mean=-0.4, logit_std=1.6), Loss(times="mode"), Loss(times="uniform")])
 def test_other_times_are_diffusers(loss):
     torch.manual_seed(0)
-    own = loss.logit_mean, loss.logit_std, loss.mode_scale
-    theirs = compute_density_for_timestep_sampling(loss.times, 200_000, *own)
+    parameters = loss.logit_mean, loss.logit_std, loss.mode_scale
+    theirs = compute_density_for_timestep_sampling(loss.times, 200_000, *parameters)
     ours = training_sigmas(validation_times(200_000), 1.0, loss)
     shares = torch.linspace(0.01, 0.99, 25)
     torch.testing.assert_close(ours.float().quantile(shares), theirs.float().quantile(shares), atol=5e-3, rtol=0)
@@ -113,8 +113,8 @@ def test_gradients_are_those_of_differences(checkpoint, batch):
     bias = transformer.proj_out.bias.detach()[:3].requires_grad_()
 
     def loss(first):
-        whole = torch.cat([first, transformer.proj_out.bias.detach()[3:]])
-        parameters = {"proj_out.bias": whole}
+        flat_weights = torch.cat([first, transformer.proj_out.bias.detach()[3:]])
+        parameters = {"proj_out.bias": flat_weights}
 
         class Called(torch.nn.Module):
             config, dtype = transformer.config, transformer.dtype

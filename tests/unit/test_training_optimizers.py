@@ -75,9 +75,9 @@ def test_an_optimizer_goes_on_bit_for_bit_from_files(name, dtype, tmp_path):
         with pytest.raises(InputError, match="got parameters in bfloat16"):
             make_optimizer(name, weights(dtype), rate(name))
         return
-    whole = weights(dtype)
-    optimizer = make_optimizer(name, whole, rate(name), weight_decay=0.1)
-    train(optimizer, whole, range(6))
+    undivided = weights(dtype)
+    optimizer = make_optimizer(name, undivided, rate(name), weight_decay=0.1)
+    train(optimizer, undivided, range(6))
 
     first = weights(dtype)
     optimizer = make_optimizer(name, first, rate(name), weight_decay=0.1)
@@ -92,7 +92,7 @@ def test_an_optimizer_goes_on_bit_for_bit_from_files(name, dtype, tmp_path):
         resumed, load_file(tmp_path / "state.safetensors"), json.loads((tmp_path / "state.json").read_text())
     )
     train(resumed, second, range(3, 6))
-    for parameter, expected, start in zip(second, whole, weights(dtype), strict=True):
+    for parameter, expected, start in zip(second, undivided, weights(dtype), strict=True):
         assert torch.equal(parameter, expected) and not torch.equal(parameter, start)
     # The states agree as well, even where no weight shows them yet.
     again, uninterrupted = optimizer_state(resumed), optimizer_state(make_and_train(name, dtype))
@@ -328,12 +328,14 @@ def test_prodigy_finds_a_rate_in_a_short_run(checkpoint, tmp_path, name):
     write_pictures(tmp_path / "pictures", 4)
     phase = Phase((str(tmp_path / "pictures"),), 128, batch=4, steps=50, learning_rate=1.0)
     values = {"dtype": "float32", "save_every": 50, "method": Method(rank=4), "checkpoint_gradients": False}
-    found = {}
+    results = {}
     for d_coef in (1.0, 0.1):
-        own = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / f"{d_coef}"), (phase,), **values)
-        own = replace(own, optimizer=Optimizer("prodigy", d_coef=d_coef), cache=str(tmp_path / "cache"))
-        train_run(check_settings(own))
+        run_settings = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / f"{d_coef}"), (phase,), **values)
+        run_settings = replace(
+            run_settings, optimizer=Optimizer("prodigy", d_coef=d_coef), cache=str(tmp_path / "cache")
+        )
+        train_run(check_settings(run_settings))
         ((_, state),) = find_states(tmp_path / f"{d_coef}")
-        found[d_coef] = json.loads((state / "state.json").read_text())["values"]["group"]["d"]
+        results[d_coef] = json.loads((state / "state.json").read_text())["values"]["group"]["d"]
     # adamw's is 1e-3 or less
-    assert 1e-4 < found[1.0] < 3e-2 and found[0.1] < found[1.0]
+    assert 1e-4 < results[1.0] < 3e-2 and results[0.1] < results[1.0]

@@ -77,8 +77,8 @@ def test_the_counted_peaks_of_the_released_models_are_predicted(variant, number)
 
 
 def test_every_case_has_a_committed_figure():
-    found = {variant: len(cases) for variant, cases in committed().items()}
-    assert found == {variant: len(cases) for variant, cases in train_memory.CASES.items()}
+    proposal = {variant: len(cases) for variant, cases in committed().items()}
+    assert proposal == {variant: len(cases) for variant, cases in train_memory.CASES.items()}
 
 
 @pytest.mark.slow
@@ -146,10 +146,10 @@ def test_the_counted_parameters_are_those_of_the_whole_model(kind, rank, targets
     module = train_memory.transformer(model, torch.float32, 512)
     method = Method(kind, rank, None, targets)
     add_adapter(module, method, 0)
-    trained = Counter(tuple(each.shape) for each in module.parameters() if each.requires_grad)
+    trained = Counter(tuple(parameter.shape) for parameter in module.parameters() if parameter.requires_grad)
     step = counted_step(model, make_settings(512, method=method, dtype="float32"))
     assert dict(step.trained) == trained
-    assert step.weights == sum(each.nbytes for each in module.parameters())
+    assert step.weights == sum(parameter.nbytes for parameter in module.parameters())
 
 
 def test_layers_by_pattern_are_those_that_get_an_adapter_and_that_are_counted():
@@ -157,9 +157,9 @@ def test_layers_by_pattern_are_those_that_get_an_adapter_and_that_are_counted():
     module = train_memory.transformer(model, torch.float32, 512)
     method = Method(rank=4, targets="both", layers=("*blocks.[2-5].*", "*.attn2.to_[qk]"))
     add_adapter(module, method, 0)
-    found = {name.removeprefix("transformer_blocks.") for name in adapter_layers(module)}
-    assert len(found) == 4 * 10 + 3 * 2 and {"2.ff.conv_point", "3.attn1.to_v", "0.attn2.to_k"} < found
-    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    proposal = {name.removeprefix("transformer_blocks.") for name in adapter_layers(module)}
+    assert len(proposal) == 4 * 10 + 3 * 2 and {"2.ff.conv_point", "3.attn1.to_v", "0.attn2.to_k"} < proposal
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     assert counted_step(model, make_settings(512, method=method)).elements == trained
     with pytest.raises(InputError, match=r"layers: got proj_out, which fits none of targets attention"):
         add_adapter(module, Method(layers=("proj_out",)), 0)
@@ -177,7 +177,7 @@ def test_a_controlnet_has_as_many_parameters_as_the_library_gives_it():
     model = Architecture(320, 8)
     module = train_memory.transformer(model, torch.float32, 512)
     controlnet = begin_controlnet(module, 5, torch.float32)
-    trained = Counter(tuple(each.shape) for each in controlnet.parameters() if each.requires_grad)
+    trained = Counter(tuple(parameter.shape) for parameter in controlnet.parameters() if parameter.requires_grad)
     step = counted_step(model, make_settings(512, method=Method("controlnet", blocks=5), dtype="float32"))
     assert dict(step.trained) == trained
 
@@ -187,7 +187,7 @@ def test_a_base_in_8_bits_is_as_large_as_predicted(dtype):
     model = Architecture(320, 6, qk_norm=True)
     module = train_memory.transformer(model, getattr(torch, dtype), 512)
     quantise_base(module.requires_grad_(False))
-    held = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    held = sum(buffer.nbytes for buffer in (*module.parameters(), *module.buffers()))
     step = counted_step(model, make_settings(512, dtype=dtype, method=EIGHT_BITS))
     assert step.weights - 4 * step.elements == held
 
@@ -198,8 +198,8 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
     pytest.importorskip(library.get(name, "torch"))
     shapes = [(512, 256), (512, 256, 1, 1), (512, 1, 3, 3), (512,), (16, 256)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    for each in parameters:
-        each.grad = torch.randn_like(each)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
     with torch.compiler.set_stance("force_eager"):
         optimizer = make_optimizer(name, parameters, 1e-3)
         optimizer.step()
@@ -209,7 +209,7 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
             if isinstance(value, torch.Tensor) and value.ndim:
                 # torchao's are tensors of tensors
                 inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None
-                parts = [value] if inner is None else [getattr(value, each) for each in inner]
+                parts = [value] if inner is None else [getattr(value, parameter) for parameter in inner]
                 held += sum(part.nbytes for part in parts)
     counted, _ = count_optimizer(name, [(shape, 1) for shape in shapes], torch.float32, 1)
     assert counted == pytest.approx(held, rel=0.03)
@@ -332,34 +332,37 @@ def test_the_cheapest_change_that_fits_is_proposed():
 def test_a_batch_is_divided_so_that_a_step_learns_as_many_pictures():
     base = released_base("1.6B")
     settings = make_settings(2048, batch=6, accumulate=2)
-    found = propose(settings, base, CARDS["8"])
-    (phase,) = found.settings.phase
+    proposal = propose(settings, base, CARDS["8"])
+    (phase,) = proposal.settings.phase
     assert phase.batch < 6 and phase.batch * phase.accumulate == 12
-    assert found.changes == (f"batch = {phase.batch} and accumulate = {phase.accumulate} in phase 1",)
-    assert found.plan.card <= CARDS["8"]
+    assert proposal.changes == (f"batch = {phase.batch} and accumulate = {phase.accumulate} in phase 1",)
+    assert proposal.plan.card <= CARDS["8"]
 
 
 def test_what_is_not_needed_is_not_proposed():
     """Here gradient checkpointing and smaller batches are tried first, and are not enough."""
     base = released_base("1.5-4.8B")
     settings = make_settings(512, method=FULL, optimizer="adamw", ema=0.999, batch=2)
-    found = propose(settings, base, 40 * 2**30)
-    assert found.plan.card <= 40 * 2**30
-    assert found.settings.method.weights == "bfloat16" and found.settings.phase[0].batch == 2
+    proposal = propose(settings, base, 40 * 2**30)
+    assert proposal.plan.card <= 40 * 2**30
+    assert proposal.settings.method.weights == "bfloat16" and proposal.settings.phase[0].batch == 2
 
 
 def test_of_what_is_not_needed_the_cheapest_stays():
     settings = make_settings(batch=4, checkpoint=False, method=FULL, optimizer="adamw")
-    found = propose(settings, released_base("1.6B"), CARDS["24"])
-    assert [change.split(" in ")[0] for change in found.changes] == ["checkpoint_gradients = true", 'name = "came8bit"']
-    assert found.settings.phase == settings.phase
+    proposal = propose(settings, released_base("1.6B"), CARDS["24"])
+    assert [change.split(" in ")[0] for change in proposal.changes] == [
+        "checkpoint_gradients = true",
+        'name = "came8bit"',
+    ]
+    assert proposal.settings.phase == settings.phase
 
 
 def test_a_base_in_8_bits_is_the_last_that_is_proposed():
     base = released_base("1.5-4.8B")
     assert propose(make_settings(checkpoint=False), base, CARDS["12"]).changes == ("checkpoint_gradients = true",)
-    found = propose(make_settings(), base, CARDS["8"])
-    assert found.plan.card <= CARDS["8"] and found.changes == ('base = "int8" in [method]',)
+    proposal = propose(make_settings(), base, CARDS["8"])
+    assert proposal.plan.card <= CARDS["8"] and proposal.changes == ('base = "int8" in [method]',)
     # a DoRA cannot have one
     assert propose(make_settings(method=Method("dora")), base, CARDS["8"]).settings.method.base == "full"
 
@@ -368,8 +371,8 @@ def test_a_base_in_8_bits_is_not_proposed_where_validation_draws_beside_it():
     """The pictures are drawn from the whole model, which is then there as well."""
     base = released_base("1.5-4.8B")
     settings = replace(make_settings(), validation=Validation(10, prompts=("a fox",)))
-    found = propose(settings, base, CARDS["8"])
-    assert found.settings.method.base == "full"
+    proposal = propose(settings, base, CARDS["8"])
+    assert proposal.settings.method.base == "full"
     eight = replace(settings, method=EIGHT_BITS)
     assert plan_training(eight, base).stages[-1].weights > 1.4 * plan_training(settings, base).stages[-1].weights
 
@@ -411,7 +414,7 @@ def test_the_command_prints_the_stages_and_whether_they_fit(monkeypatch, capsys)
     assert main(["train", str(ROOT / "recipes" / "lora_bundled.toml"), "--plan", "--card", "4"]) == 0
     out = capsys.readouterr().out
     assert "phase 1: 256 px, batch 4" in out and out.endswith(": fits a GPU of 4 GB\n")
-    assert not (ROOT / "output").exists() or "lora-bundled" not in {each.name for each in (ROOT / "output").iterdir()}
+    assert not (ROOT / "output").exists() or "lora-bundled" not in {item.name for item in (ROOT / "output").iterdir()}
 
 
 def test_a_card_that_is_none_is_refused():

@@ -63,20 +63,22 @@ def test_a_layer_and_its_gradient_are_those_of_its_own_weight(kind):
 
 
 def bytes_of(model):
-    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    return sum(buffer.nbytes for buffer in [*model.parameters(), *model.buffers()])
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
 def test_the_blocks_take_half_of_bf16_and_the_model_computes_nearly_the_same(checkpoint, kind):
-    whole = sana_core.load_transformer(checkpoint, dtype=torch.bfloat16)
+    undivided = sana_core.load_transformer(checkpoint, dtype=torch.bfloat16)
     eight = sana_core.load_transformer(checkpoint, dtype=torch.bfloat16)
     add_adapter(eight, Method(kind, 4, targets="both"), seed=1)
-    before = {name: each.clone() for name, each in eight.named_parameters() if each.requires_grad}
+    before = {name: parameter.clone() for name, parameter in eight.named_parameters() if parameter.requires_grad}
     quantise_base(eight)
-    after = {name: each for name, each in eight.named_parameters() if each.requires_grad}
-    assert before.keys() == after.keys() and all(torch.equal(each, after[name]) for name, each in before.items())
-    adapter = sum(each.nbytes for each in after.values())
-    assert bytes_of(eight.transformer_blocks) - adapter < 0.56 * bytes_of(whole.transformer_blocks)
+    after = {name: parameter for name, parameter in eight.named_parameters() if parameter.requires_grad}
+    assert before.keys() == after.keys() and all(
+        torch.equal(parameter, after[name]) for name, parameter in before.items()
+    )
+    adapter = sum(parameter.nbytes for parameter in after.values())
+    assert bytes_of(eight.transformer_blocks) - adapter < 0.56 * bytes_of(undivided.transformer_blocks)
     layers = adapter_layers(eight).values()
     assert len(layers) == 50 and all(hasattr(layer.get_base_layer(), "codes") for layer in layers)
     numbers = torch.Generator().manual_seed(2)
@@ -84,30 +86,39 @@ def test_the_blocks_take_half_of_bf16_and_the_model_computes_nearly_the_same(che
     embeds = torch.randn(2, 7, 64, generator=numbers).bfloat16()
     with torch.no_grad():
         one, other = (
-            model(x, embeds, torch.tensor([300.0, 700.0]), return_dict=False)[0].float() for model in (eight, whole)
+            model(x, embeds, torch.tensor([300.0, 700.0]), return_dict=False)[0].float() for model in (eight, undivided)
         )
     assert 0 < float((one - other).norm() / other.norm()) < 0.05
 
 
 @pytest.fixture
 def settings(tmp_path, checkpoint):
-    def make(out="out", **others):
+    def make(out="out", **options):
         write_pictures(tmp_path / "pictures", 4)
         phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=40, learning_rate=3e-3)
-        values = {"dtype": "float32", "save_every": 20, "method": Method(rank=4, targets="both", base="int8"), **others}
-        own = TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), **values)
-        return check_settings(replace(own, cache=str(tmp_path / "cache")))
+        values = {
+            "dtype": "float32",
+            "save_every": 20,
+            "method": Method(rank=4, targets="both", base="int8"),
+            **options,
+        }
+        run_settings = TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), **values)
+        return check_settings(replace(run_settings, cache=str(tmp_path / "cache")))
 
     return make
 
 
 @pytest.mark.slow
 def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
-    eight, whole, broken = settings(), settings("whole", method=Method(rank=4, targets="both")), settings("broken")
-    eight_file, whole_file = trainer.train(eight), trainer.train(whole)
-    losses, others = (read_losses(Path(each.out)) for each in (eight, whole))
+    eight, uninterrupted, broken = (
+        settings(),
+        settings("whole", method=Method(rank=4, targets="both")),
+        settings("broken"),
+    )
+    eight_file, whole_file = trainer.train(eight), trainer.train(uninterrupted)
+    losses, other_values = (read_losses(Path(item.out)) for item in (eight, uninterrupted))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    np.testing.assert_allclose(losses, others, rtol=0.1)
+    np.testing.assert_allclose(losses, other_values, rtol=0.1)
     assert load_file(eight_file).keys() == load_file(whole_file).keys()
 
     report, poll = stopping_after(7)
@@ -115,24 +126,26 @@ def test_it_learns_as_on_the_whole_model_and_goes_on_where_it_stood(settings):
         trainer.train(broken, report, poll=poll)
     assert same(trainer.train(broken), eight_file)
     with pytest.raises(InputError, match="^base: got none, but the run in .* has int8"):
-        trainer.train(replace(eight, method=whole.method))
+        trainer.train(replace(eight, method=uninterrupted.method))
 
 
 def test_its_pictures_are_those_of_the_lora_on_the_whole_model(settings, checkpoint):
     look = Validation(every=40, prompts=("a red circle on a blue background",), steps=4)
-    own = settings(validation=look)
-    file = trainer.train(own)
-    seen = np.asarray(Image.open(Path(own.out) / "pictures" / "step-0000040-00.png")).astype(int)
+    run_settings = settings(validation=look)
+    file = trainer.train(run_settings)
+    seen = np.asarray(Image.open(Path(run_settings.out) / "pictures" / "step-0000040-00.png")).astype(int)
     # A run with learning rate 0 on the unquantised model, started at the weights of the file.
-    idle = replace(own.phase[0], learning_rate=0.0, steps=1)
+    idle = replace(run_settings.phase[0], learning_rate=0.0, steps=1)
     method = Method(rank=4, targets="both", start=str(file))
-    plain = replace(own, out=own.out + "-plain", phase=(idle,), method=method, validation=replace(look, every=1))
+    plain = replace(
+        run_settings, out=run_settings.out + "-plain", phase=(idle,), method=method, validation=replace(look, every=1)
+    )
     trainer.train(plain)
     drawn = np.asarray(Image.open(Path(plain.out) / "pictures" / "step-0000000-00.png"))
     assert (seen == drawn).all()
-    before = np.asarray(Image.open(Path(own.out) / "pictures" / "step-0000000-00.png"))
+    before = np.asarray(Image.open(Path(run_settings.out) / "pictures" / "step-0000000-00.png"))
     assert np.abs(seen - before).mean() > 0.3
-    assert [step for step, _ in find_states(Path(own.out))] == [20, 40]
+    assert [step for step, _ in find_states(Path(run_settings.out))] == [20, 40]
 
 
 @pytest.mark.parametrize("kind", ["dora", "controlnet", "full"])

@@ -20,8 +20,8 @@ KILLS, STEPS = 2, 24
 
 
 def start(folder, checkpoint, name, ranks, kind, launcher=None):
-    own, phase = {"save_every": 3, "parallel.kind": kind}, {"accumulate": 4, "steps": STEPS}
-    file = write_settings(folder, checkpoint, name, own, phase)
+    options, phase = {"save_every": 3, "parallel.kind": kind}, {"accumulate": 4, "steps": STEPS}
+    file = write_settings(folder, checkpoint, name, options, phase)
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={KILLS}"]
     command = [sys.executable, "-m", *(launcher or torchrun), "-m", "sana_core", "train", str(file)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -29,8 +29,8 @@ def start(folder, checkpoint, name, ranks, kind, launcher=None):
 
 def workers(process):
     try:
-        found = psutil.Process(process.pid).children(recursive=True)
-        return [child for child in found if "sana_core" in child.cmdline()]
+        result = psutil.Process(process.pid).children(recursive=True)
+        return [child for child in result if "sana_core" in child.cmdline()]
     except psutil.NoSuchProcess:
         return []
 
@@ -42,30 +42,30 @@ def steps_done(log):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_launcher_goes_on_by_itself_after_a_kill_of_one_rank(tmp_path, checkpoint, kind):
     write_pictures(tmp_path / "pictures", 6)
-    whole = start(tmp_path, checkpoint, "whole", 4, kind)
-    said = [whole.communicate()[1]]
+    uninterrupted = start(tmp_path, checkpoint, "whole", 4, kind)
+    said = [uninterrupted.communicate()[1]]
     killed = start(tmp_path, checkpoint, "killed", 4, kind)
     rng, log = random.Random(3), tmp_path / "killed" / "log.jsonl"
     for kill in range(KILLS):
-        wanted = STEPS * (kill + 1) // (KILLS + 1)
-        while killed.poll() is None and not (len(workers(killed)) == 4 and steps_done(log) >= wanted):
+        target_step = STEPS * (kill + 1) // (KILLS + 1)
+        while killed.poll() is None and not (len(workers(killed)) == 4 and steps_done(log) >= target_step):
             time.sleep(0.01)
         time.sleep(rng.random() * 0.2)
         victims = workers(killed)
         assert victims, killed.communicate()[1][-3000:]
         rng.choice(victims).kill()
-        while killed.poll() is None and {each.pid for each in victims} & {each.pid for each in workers(killed)}:
+        while killed.poll() is None and {victim.pid for victim in victims} & {victim.pid for victim in workers(killed)}:
             time.sleep(0.01)
     said.append(killed.communicate()[1])
-    assert [whole.returncode, killed.returncode] == [0, 0], said[1][-3000:]
+    assert [uninterrupted.returncode, killed.returncode] == [0, 0], said[1][-3000:]
     assert same(*(tmp_path / name / "sana.safetensors" for name in ("whole", "killed")))
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "killed")
 
 
 def test_a_run_that_was_killed_goes_on_with_fewer_ranks(tmp_path, checkpoint):
     write_pictures(tmp_path / "pictures", 6)
-    whole = start(tmp_path, checkpoint, "whole", 4, "fsdp")
-    whole.communicate()
+    uninterrupted = start(tmp_path, checkpoint, "whole", 4, "fsdp")
+    uninterrupted.communicate()
     killed, log = start(tmp_path, checkpoint, "killed", 4, "fsdp"), tmp_path / "killed" / "log.jsonl"
     while killed.poll() is None and steps_done(log) < STEPS // 2:
         time.sleep(0.01)
@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_goes_on_with_fewer_ranks(tmp_path, checkpoint):
     killed.communicate()
     fewer = start(tmp_path, checkpoint, "killed", 2, "fsdp")
     _, said = fewer.communicate()
-    assert [whole.returncode, fewer.returncode] == [0, 0], said[-3000:]
+    assert [uninterrupted.returncode, fewer.returncode] == [0, 0], said[-3000:]
     one, other = (load_file(tmp_path / name / "sana.safetensors") for name in ("whole", "killed"))
     assert difference(one, other) < 1e-5
 

@@ -46,12 +46,12 @@ def numbers():
     return SimpleNamespace(cache=cache, samples=samples, held_out=[5, 6, 7])
 
 
-def settings(kind="ddp", method="lora", **others):
+def settings(kind="ddp", method="lora", **options):
     phase = Phase(("data",), 128, batch=2, accumulate=2, steps=1)
-    optimizer = Optimizer(others.pop("optimizer", "adamw"), clip=others.pop("clip", 0.1))
-    parallel = Parallel(kind, others.pop("block", ""), others.pop("replicas", 1))
-    made = TrainingSettings("model", "out", (phase,), dtype="float32", method=METHODS[method], **others)
-    return check_settings(replace(made, optimizer=optimizer, parallel=parallel))
+    optimizer = Optimizer(options.pop("optimizer", "adamw"), clip=options.pop("clip", 0.1))
+    parallel = Parallel(kind, options.pop("block", ""), options.pop("replicas", 1))
+    run_settings = TrainingSettings("model", "out", (phase,), dtype="float32", method=METHODS[method], **options)
+    return check_settings(replace(run_settings, optimizer=optimizer, parallel=parallel))
 
 
 def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
@@ -62,23 +62,23 @@ def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
         group = {"params": list(learner.parameters.values()), "optimizer": "adamw"}
         learner.optimizer = torch.optim.SGD([group], 1.0)
     # a step of gradients by themselves: adaptive ones hide their scale
-    found = [
+    results = [
         take_step(learner, numbers(), group, TrainProgress(step), rate or 1.0) for step, group in enumerate(groups)
     ]
     held_out = validation_loss(learner, numbers())
-    return found, held_out, weights_of(learner.gather_models(torch.device("cpu"), trained_alone=True))
+    return results, held_out, weights_of(learner.gather_models(torch.device("cpu"), trained_alone=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_of_several_ranks_is_that_of_one_process_on_the_joined_batch(kind, method):
     (steps, held_out, weights), started = learn(settings(method=method)), learn(settings(method=method), groups=())[2]
-    own = settings(kind, method)
+    run_settings = settings(kind, method)
     # one: its layers are offloaded, which needs no other
     for count in {"full": (1, 2, 3), "lora": (1, 2)}.get(method, (2,)):
-        found = results_of(count, lambda ranks: learn(own, ranks))
-        assert difference(found[0][2], weights) < 1e-6 < difference(weights, started)
-        for own_steps, own_held_out, _ in found:
+        results = results_of(count, lambda ranks: learn(run_settings, ranks))
+        assert difference(results[0][2], weights) < 1e-6 < difference(weights, started)
+        for own_steps, own_held_out, _ in results:
             assert own_steps[0] == pytest.approx(steps[0], abs=2e-6) and own_held_out == pytest.approx(held_out, 1e-6)
 
 
@@ -88,8 +88,8 @@ def test_a_clip_of_0_takes_the_whole_gradient_and_logs_its_norm(clip):
     started = learn(settings(method="full"), groups=())[2]
     ((_, unclipped),), *_ = learn(settings(method="full", clip=1e6))
     for kind, count in (("ddp", 1), ("fsdp", 2)):
-        found = results_of(count, lambda ranks, kind=kind: learn(settings(kind, "full", clip=clip), ranks))
-        ((_, norm),), _, weights = found[0]
+        results = results_of(count, lambda ranks, kind=kind: learn(settings(kind, "full", clip=clip), ranks))
+        ((_, norm),), _, weights = results[0]
         change = torch.cat([(weights[name] - started[name]).flatten() for name in started]).norm()
         assert norm == pytest.approx(unclipped, rel=1e-5) and norm > 10e-3
         assert float(change) == pytest.approx(clip or norm, rel=1e-3)
@@ -97,38 +97,38 @@ def test_a_clip_of_0_takes_the_whole_gradient_and_logs_its_norm(clip):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(method):
-    own = replace(settings(method=method), dtype="bfloat16")
+    run_settings = replace(settings(method=method), dtype="bfloat16")
 
     def learn_and_save(ranks):
         base = tiny_transformer(layers=2).requires_grad_(True).to(torch.bfloat16 if method == "lora" else torch.float32)
-        learner = make_trainer(base, 3.0, own, ranks=ranks)
+        learner = make_trainer(base, 3.0, run_settings, ranks=ranks)
         for step in range(3):
             take_step(learner, numbers(), ((0, 1), (2, 3)), TrainProgress(step), 1e-2)
             with learner.as_saved(learner.models) if ranks.first and ranks.launched else nullcontext():
                 pass
-        return {name: each.detach().clone() for name, each in learner.parameters.items()}
+        return {name: value.detach().clone() for name, value in learner.parameters.items()}
 
     alone, (first, second) = learn_and_save(ALONE), results_of(2, learn_and_save)
     assert difference(first, second) == 0 and difference(first, alone) < 1e-2
-    assert all(each.dtype == torch.float32 for each in first.values())
+    assert all(value.dtype == torch.float32 for value in first.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-3), ("came", 1e-4)])
 def test_the_curve_of_the_loss_is_the_same_on_one_two_and_four_ranks(kind, optimizer, rate):
-    own = settings(kind, optimizer=optimizer)
+    run_settings = settings(kind, optimizer=optimizer)
     groups = [((step % 8, (step + 3) % 8), ((step + 1) % 8, (step + 6) % 8)) for step in range(50)]
     alone = [loss for loss, _ in learn(settings(optimizer=optimizer), groups=groups, rate=rate)[0]]
     for count in (2, 4):
-        found = results_of(count, lambda ranks: learn(own, ranks, groups, rate=rate))
-        assert [loss for loss, _ in found[0][0]] == pytest.approx(alone, abs=1e-4)
+        results = results_of(count, lambda ranks: learn(run_settings, ranks, groups, rate=rate))
+        assert [loss for loss, _ in results[0][0]] == pytest.approx(alone, abs=1e-4)
 
 
 def test_shares_of_two_copies_are_those_of_one():
-    own, plain = settings("fsdp", "full", replicas=2), settings(method="full")
-    found = results_of(4, lambda ranks: learn(own, ranks))
-    assert difference(found[0][2], learn(plain)[2]) < 1e-6
+    run_settings, plain = settings("fsdp", "full", replicas=2), settings(method="full")
+    results = results_of(4, lambda ranks: learn(run_settings, ranks))
+    assert difference(results[0][2], learn(plain)[2]) < 1e-6
 
 
 def test_what_runs_is_what_was_asked_for():
@@ -139,19 +139,19 @@ def test_what_runs_is_what_was_asked_for():
         learner = make_trainer(
             tiny_transformer(layers=2).requires_grad_(True), 3.0, settings("fsdp", "full"), None, ranks
         )
-        shares = [each for each in learner.transformer.parameters() if isinstance(each, DTensor)]
+        shares = [parameter for parameter in learner.transformer.parameters() if isinstance(parameter, DTensor)]
         blocks = [isinstance(block, FSDPModule) for block in learner.transformer.transformer_blocks]
-        here = sum(each.to_local().numel() for each in shares)
+        local = sum(parameter.to_local().numel() for parameter in shares)
         return (
             describe_layout(learner.layout, learner.parameters, learner.device),
             blocks,
-            here,
-            sum(each.numel() for each in learner.transformer.parameters()),
+            local,
+            sum(parameter.numel() for parameter in learner.transformer.parameters()),
         )
 
-    (words, blocks, here, whole), (_, _, there, _) = results_of(2, describe)
-    assert all(blocks) and here + there == whole and max(here, there) < 0.51 * whole
-    assert words.startswith("FSDP over gloo: 2 processes, 3 gathered modules") and f"{here:,} lie on this one" in words
+    (words, blocks, local, elements_in_all), (_, _, remote, _) = results_of(2, describe)
+    assert all(blocks) and local + remote == elements_in_all and max(local, remote) < 0.51 * elements_in_all
+    assert words.startswith("FSDP over gloo: 2 processes, 3 gathered modules") and f"{local:,} lie on this one" in words
 
 
 @pytest.mark.parametrize("method", ["full", "controlnet"])
@@ -207,15 +207,15 @@ def test_rows_of_came_step_as_the_whole_does():
         assert len(messages) == 3 * len(gradients)
         return [parameter.detach() for parameter in parameters]
 
-    whole, parts = steps(ALONE), results_of(3, steps)
-    for number, expected in enumerate(whole):
-        found = torch.cat([part[number] for part in parts])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    undivided, parts = steps(ALONE), results_of(3, steps)
+    for number, expected in enumerate(undivided):
+        result = torch.cat([part[number] for part in parts])
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
 def rows(shape, ranks):
-    each = -(-shape[0] // ranks.size)
-    return slice(ranks.rank * each, (ranks.rank + 1) * each)
+    item = -(-shape[0] // ranks.size)
+    return slice(ranks.rank * item, (ranks.rank + 1) * item)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])

@@ -52,8 +52,8 @@ def rates_of(phase, pictures, place=START, stop=10**9):
 
 @pytest.mark.parametrize("schedule", THEIRS)
 def test_of_a_run_that_nobody_changes(schedule):
-    own = {"cosine_with_restarts": {"cycles": 3}, "polynomial": {"power": 2.0}}.get(schedule, {})
-    phase = Phase(("x",), steps=20, learning_rate=PEAK, schedule=schedule, warmup=4, **own)
+    options = {"cosine_with_restarts": {"cycles": 3}, "polynomial": {"power": 2.0}}.get(schedule, {})
+    phase = Phase(("x",), steps=20, learning_rate=PEAK, schedule=schedule, warmup=4, **options)
     rates, place = rates_of(phase, 7)
     assert len(rates) == place.phase_step == 20
     assert rates[:4] == pytest.approx([PEAK * share for share in (0.25, 0.5, 0.75, 1)])
@@ -82,10 +82,10 @@ def test_it_stays_in_its_range_and_never_jumps(seed):
         place = place._replace(position=0)
         left = steps_left(phase, place, count)
         end = place.phase_step + numbers.randint(0, left) if numbers.random() < 0.8 else 10**9
-        found, place = rates_of(phase, pictures, place, end)
-        rates += found
+        result, place = rates_of(phase, pictures, place, end)
+        rates += result
         # Each remaining step takes its share. A cosine is steepest at pi / 2 times that.
-        bounds += [1.6 * PEAK / max(1, left - warmup)] * len(found)
+        bounds += [1.6 * PEAK / max(1, left - warmup)] * len(result)
         assert 0 <= place.done <= 1
     assert all(0 <= rate <= PEAK for rate in rates)
     for index, (before, after) in enumerate(itertools.pairwise(rates)):
@@ -100,20 +100,20 @@ def test_a_run_that_gets_other_batches_and_pictures_goes_on_from_its_rate(checkp
     data = tmp_path / "pictures"
     write_pictures(data, 6, seed=2)
     phase = Phase((str(data),), 128, batch=1, epochs=2, learning_rate=PEAK, schedule="cosine")
-    own = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
-    own = check_settings(replace(own, method=Method(rank=2), validation=Validation()))
+    run_settings = TrainingSettings(str(CHECKPOINTS[name]), str(tmp_path / "out"), (phase,), dtype="float32")
+    run_settings = check_settings(replace(run_settings, method=Method(rank=2), validation=Validation()))
 
     report, poll = stopping_after(9)
     with pytest.raises(Stopped):
-        train(own, report, poll=poll)
+        train(run_settings, report, poll=poll)
     # 9 of 12 steps are done; in batches of 3 the second epoch, which begins again, has 2
-    train(replace(own, phase=(replace(phase, batch=3),)))
+    train(replace(run_settings, phase=(replace(phase, batch=3),)))
     assert "batches of phase 1 have changed, so its epoch begins again" in caplog.text
     assert "more steps" not in caplog.text
     write_pictures(data, 9, seed=3)
     with caplog.at_level(logging.WARNING):
-        train(replace(own, phase=(replace(phase, batch=3, epochs=4),)))
+        train(replace(run_settings, phase=(replace(phase, batch=3, epochs=4),)))
     assert "phase 1 has more steps than it had, and continues from its learning rate of" in caplog.text
-    rates = [line["learning_rate"] for line in lines_of(own.out)]
+    rates = [line["learning_rate"] for line in lines_of(run_settings.out)]
     assert len(rates) == 9 + 2 + 2 * 5
     assert all(0 < after <= before <= PEAK for before, after in itertools.pairwise(rates))

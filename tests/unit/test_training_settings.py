@@ -42,7 +42,9 @@ def test_a_file_can_turn_clipping_off(tmp_path):
 
 
 def test_each_machine_may_have_its_folders_elsewhere():
-    phases = [Phase((f"{own}/pictures",), steps=1, regularisation=(f"{own}/others",)) for own in ("here", "there")]
+    phases = [
+        Phase((f"{folder}/pictures",), steps=1, regularisation=(f"{folder}/others",)) for folder in ("here", "there")
+    ]
     one, other = (all_values(TrainingSettings("model", "out", (phase,))) for phase in phases)
     assert one == other and one["phase 1: data"] == one["phase 1: regularisation"] == 1
 

@@ -22,8 +22,10 @@ def settings(tmp_path, checkpoint):
     write_pictures(tmp_path / "pictures", 4)
     phase = Phase((str(tmp_path / "pictures"),), 128, steps=4, learning_rate=1e-3)
     validation = Validation(every=2, share=0.3, prompts=PROMPTS, steps=2)
-    own = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=Method(rank=2))
-    return replace(own, validation=validation)
+    run_settings = TrainingSettings(
+        str(checkpoint), str(tmp_path / "out"), (phase,), dtype="float32", method=Method(rank=2)
+    )
+    return replace(run_settings, validation=validation)
 
 
 def test_a_column_for_each_validation_and_a_row_for_each_prompt(settings, tmp_path):
@@ -76,6 +78,6 @@ def test_a_sheet_of_others_stays(settings, tmp_path):
 
 def test_of_many_validations_the_first_the_last_and_the_best_have_columns():
     steps = list(range(0, 10_000, 100))
-    found = columns_of(steps, 700)
-    assert len(found) <= COLUMNS and {0, 700, 9900} <= set(found) and found == sorted(found)
+    columns = columns_of(steps, 700)
+    assert len(columns) <= COLUMNS and {0, 700, 9900} <= set(columns) and columns == sorted(columns)
     assert columns_of(steps[:5], None) == steps[:5]

@@ -56,10 +56,10 @@ def test_the_model_s_output_becomes_what_diffusers_gives_its_scheduler():
     scheduler, seen = SCMScheduler(), []
     step = scheduler.step
 
-    def watched(output, timestep, sample, **others):
-        found = step(output, timestep, sample, **others)
-        seen.append((output, timestep, sample, found[1]))
-        return found
+    def watched(output, timestep, sample, **options):
+        result = step(output, timestep, sample, **options)
+        seen.append((output, timestep, sample, result[1]))
+        return result
 
     scheduler.step = watched
     pipeline = SanaSprintPipeline(None, None, None, transformer, scheduler)
@@ -75,14 +75,14 @@ def test_the_model_s_output_becomes_what_diffusers_gives_its_scheduler():
             output_type="latent",
             generator=torch.Generator().manual_seed(1),
         )
-        own = prompt._replace(guidance=torch.full((2,), guidance))
+        run_settings = prompt._replace(guidance=torch.full((2,), guidance))
         assert len(seen) == 2
         for output, timestep, sample, denoised in seen:
             # theirs are scaled by 0.5
             x, angle = sample / 0.5, timestep.expand(2)
-            found = trigflow_velocity(transformer, x, angle, own)
-            torch.testing.assert_close(found, output / 0.5, atol=2e-5, rtol=1e-5)
-            x0 = math.cos(float(angle[0])) * x - math.sin(float(angle[0])) * found
+            result = trigflow_velocity(transformer, x, angle, run_settings)
+            torch.testing.assert_close(result, output / 0.5, atol=2e-5, rtol=1e-5)
+            x0 = math.cos(float(angle[0])) * x - math.sin(float(angle[0])) * result
             torch.testing.assert_close(x0, denoised / 0.5, atol=2e-5, rtol=1e-5)
         seen.clear()
 
@@ -104,8 +104,8 @@ def test_angles_and_guidance_are_those_of_sana_sprint_s_training():
     assert float(logs.mean()) == pytest.approx(0.2, abs=0.01) and float(logs.std()) == pytest.approx(1.6, abs=0.01)
     assert float(angles.min()) > 0 and float(angles.max()) < math.pi / 2
     draw = draw_training((32, 1, 1), [(1, 0, 0, index) for index in range(3000)], 0.1)
-    found, counts = training_guidance(draw.choices).unique(return_counts=True)
-    assert found.tolist() == [4.0, 4.5, 5.0] and all(abs(count - 1000) < 100 for count in counts.tolist())
+    figures, counts = training_guidance(draw.choices).unique(return_counts=True)
+    assert figures.tolist() == [4.0, 4.5, 5.0] and all(abs(count - 1000) < 100 for count in counts.tolist())
 
 
 def adapted(kind, base="full", dtype=torch.float64):
@@ -136,8 +136,8 @@ def test_the_tangent_is_that_of_differences_along_the_trajectory(kind, base):
         total = (torch.cos(angle) + torch.sin(angle)).view(-1, 1, 1, 1)
         sigma = torch.sin(angle) / total.flatten()
         guidance = prompt.guidance * transformer.config.guidance_embeds_scale
-        given = {"guidance": guidance, "encoder_attention_mask": prompt.mask, "return_dict": False}
-        flow = transformer(x / total, prompt.embeds, sigma, **given)[0]
+        inputs = {"guidance": guidance, "encoder_attention_mask": prompt.mask, "return_dict": False}
+        flow = transformer(x / total, prompt.embeds, sigma, **inputs)[0]
         return x / total - sigma.view(-1, 1, 1, 1) * flow
 
     # the library sums its linear attention in float32, whatever the model is in
@@ -145,10 +145,10 @@ def test_the_tangent_is_that_of_differences_along_the_trajectory(kind, base):
     with torch.no_grad():
         slope = (pictured(step) - pictured(-step)) / (2 * step)
     expected = torch.cos(point.angle).view(-1, 1, 1, 1) * slope
-    found = tangent(transformer, point, prompt)
-    assert float((found - expected).norm() / expected.norm()) < 1e-3
+    expected_tangent = tangent(transformer, point, prompt)
+    assert float((expected_tangent - expected).norm() / expected.norm()) < 1e-3
     torch.testing.assert_close(
-        consistency_error(transformer, point, prompt), found.square().mean(dim=(1, 2, 3)), atol=0, rtol=1e-6
+        consistency_error(transformer, point, prompt), expected_tangent.square().mean(dim=(1, 2, 3)), atol=0, rtol=1e-6
     )
 
 
@@ -156,11 +156,11 @@ def test_at_no_ramp_the_tangent_points_from_the_model_to_the_trajectory():
     """sCM without its second part is diffusion: the error of the model's velocity remains."""
     transformer, prompt = adapted("lora"), prompt_of(torch.float64)
     point = data_point(*latents(torch.float64), ANGLE.double())
-    own = trigflow_velocity(transformer, point.x, point.angle, prompt).detach()
-    expected = torch.cos(point.angle).square().view(-1, 1, 1, 1) * (point.velocity - own)
+    current = trigflow_velocity(transformer, point.x, point.angle, prompt).detach()
+    expected = torch.cos(point.angle).square().view(-1, 1, 1, 1) * (point.velocity - current)
     torch.testing.assert_close(tangent(transformer, point, prompt, 0.0), expected, atol=1e-5, rtol=1e-4)
-    whole, half = (tangent(transformer, point, prompt, ramp) for ramp in (1.0, 0.5))
-    torch.testing.assert_close(half, (whole + expected) / 2, atol=1e-5, rtol=1e-4)
+    full, half = (tangent(transformer, point, prompt, ramp) for ramp in (1.0, 0.5))
+    torch.testing.assert_close(half, (full + expected) / 2, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -176,11 +176,11 @@ def test_gradients_are_those_of_differences(kind, base, checkpointed, weighted):
     consistency_loss(transformer, point, prompt, 0.7, weight).sum().backward()
     # peft's DoRA takes the norm of its rows for fixed (arXiv 2402.09353, section 4.3), so only the magnitudes are exact
     trained = [
-        each
-        for name, each in transformer.named_parameters()
-        if each.requires_grad and (kind != "dora" or "mag" in name)
+        item
+        for name, item in transformer.named_parameters()
+        if item.requires_grad and (kind != "dora" or "mag" in name)
     ]
-    length = torch.stack([each.grad.norm() for each in trained]).norm()
+    length = torch.stack([item.grad.norm() for item in trained]).norm()
     # NVIDIA's arithmetic, in NVIDIA's scale of the latents
     change = 0.5 * tangent(transformer, point, prompt, 0.7)
     goal = change / (change.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 0.1)
@@ -195,29 +195,29 @@ def test_gradients_are_those_of_differences(kind, base, checkpointed, weighted):
 
         step, ends = 1e-2, []
         for sign in (1, -1):
-            for each in trained:
-                each.add_(each.grad / length, alpha=sign * step)
+            for item in trained:
+                item.add_(item.grad / length, alpha=sign * step)
             ends.append(loss())
-            for each in trained:
-                each.sub_(each.grad / length, alpha=sign * step)
+            for item in trained:
+                item.sub_(item.grad / length, alpha=sign * step)
     torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), length, rtol=5e-3, atol=1e-6)
 
 
 def test_in_bf16_the_tangent_is_nearly_that_of_fp32():
-    whole, half = adapted("lora", dtype=torch.float32), adapted("lora", dtype=torch.float32)
+    full, half = adapted("lora", dtype=torch.float32), adapted("lora", dtype=torch.float32)
     for parameter in half.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
     point = data_point(*latents(), ANGLE)
-    expected, found = (
-        tangent(model, point, prompt_of(dtype)) for model, dtype in ((whole, torch.float32), (half, torch.bfloat16))
+    expected, result = (
+        tangent(model, point, prompt_of(dtype)) for model, dtype in ((full, torch.float32), (half, torch.bfloat16))
     )
-    assert found.dtype == torch.float32
-    assert 0 < float((found - expected).norm() / expected.norm()) < 0.05
+    assert result.dtype == torch.float32
+    assert 0 < float((result - expected).norm() / expected.norm()) < 0.05
     loss = consistency_loss(half, point, prompt_of(torch.bfloat16), 1.0)
     loss.sum().backward()
     assert loss.dtype == torch.float32 and loss.isfinite().all()
-    assert any(each.grad.any() for each in half.parameters() if each.requires_grad)
+    assert any(item.grad.any() for item in half.parameters() if item.requires_grad)
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +230,10 @@ def sprint(checkpoint, tmp_path_factory):
     config = {name: base.config[name] for name in written if not name.startswith("_")}
     torch.manual_seed(0)
     model = SanaTransformer2DModel(
-        **{name: each for name, each in config.items() if name[0] != "_"} | {"guidance_embeds": True}
+        **{name: item for name, item in config.items() if name[0] != "_"} | {"guidance_embeds": True}
     )
-    own = {name.replace("time_embed.emb.", "time_embed."): each for name, each in base.state_dict().items()}
-    model.load_state_dict(own, strict=False)
+    names = {name.replace("time_embed.emb.", "time_embed."): item for name, item in base.state_dict().items()}
+    model.load_state_dict(names, strict=False)
     shutil.rmtree(folder / "transformer")
     model.save_pretrained(folder / "transformer")
     return folder
@@ -249,9 +249,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder, tmp_path, sprint):
-    def make(out="out", steps=4, warmup=8, batch=2, rate=2e-3, **others):
+    def make(out="out", steps=4, warmup=8, batch=2, rate=2e-3, **options):
         phase = Phase((str(folder / "pictures"),), 128, batch=batch, steps=steps, learning_rate=rate)
-        values = {"dtype": "float32", "method": Method(rank=2), "caption_dropout": 0.2, "save_every": steps, **others}
+        values = {"dtype": "float32", "method": Method(rank=2), "caption_dropout": 0.2, "save_every": steps, **options}
         values.setdefault("validation", Validation(every=2, share=0.3))
         loss = Loss("consistency", warmup)
         cache = str(folder / "cache")
@@ -271,41 +271,42 @@ WAYS = {
 
 @pytest.mark.parametrize("way", ["data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "data")])
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way, one_thread):
-    whole, broken = (settings(out, **WAYS[way]) for out in ("whole", "broken"))
-    trainer.train(whole)
+    full, broken = (settings(out, **WAYS[way]) for out in ("whole", "broken"))
+    trainer.train(full)
 
     report, poll = stopping_after(3)
     with pytest.raises(Stopped):
         trainer.train(broken, report, poll=poll)
     trainer.train(broken)
-    assert lines_of(broken.out) == lines_of(whole.out) and same(last_state(whole.out), last_state(broken.out))
+    assert lines_of(broken.out) == lines_of(full.out) and same(last_state(full.out), last_state(broken.out))
 
 
 @pytest.mark.slow
 def test_gradients_kept_or_computed_again_are_the_same(settings, one_thread):
-    kept, again = (settings(out, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again"))
-    trainer.train(kept)
+    saved, again = (settings(out, steps=3, checkpoint_gradients=out == "again") for out in ("kept", "again"))
+    trainer.train(saved)
     trainer.train(again)
-    assert lines_of(kept.out) == lines_of(again.out) and same(last_state(kept.out), last_state(again.out))
+    assert lines_of(saved.out) == lines_of(again.out) and same(last_state(saved.out), last_state(again.out))
 
 
 @pytest.mark.slow
 def test_the_held_out_error_falls_and_the_pictures_are_those_of_the_file(settings, checkpoint, tmp_path):
     look = Validation(every=40, share=0.2, prompts=("a red circle on a blue background",))
     method = Method(rank=8, targets="both")
-    own = settings("own", 40, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0)
-    own = replace(own, validation=look)
-    file = trainer.train(own)
-    first, last = (line["validation_loss"] for line in lines_of(own.out) if "validation_loss" in line)
+    run_settings = settings("own", 40, 10, batch=4, method=method, optimizer=Optimizer(clip=1.0), caption_dropout=0.0)
+    run_settings = replace(run_settings, validation=look)
+    file = trainer.train(run_settings)
+    first, last = (line["validation_loss"] for line in lines_of(run_settings.out) if "validation_loss" in line)
     assert last < 0.7 * first
     before, after = (
-        np.asarray(Image.open(Path(own.out) / "pictures" / f"step-{step:07d}-00.png")).astype(int) for step in (0, 40)
+        np.asarray(Image.open(Path(run_settings.out) / "pictures" / f"step-{step:07d}-00.png")).astype(int)
+        for step in (0, 40)
     )
     assert np.abs(after - before).mean() > 3
 
     # The file on the model, as the canvas opens it: a run with learning rate 0 gives the same image.
-    idle = replace(own.phase[0], learning_rate=0.0, steps=1)
-    still = replace(own, out=str(tmp_path / "still"), phase=(idle,), method=replace(method, start=str(file)))
+    idle = replace(run_settings.phase[0], learning_rate=0.0, steps=1)
+    still = replace(run_settings, out=str(tmp_path / "still"), phase=(idle,), method=replace(method, start=str(file)))
     trainer.train(replace(still, validation=replace(look, every=1)))
     again = np.asarray(Image.open(tmp_path / "still" / "pictures" / "step-0000000-00.png"))
     assert (again == after).all()
@@ -322,7 +323,7 @@ class Pointwise(torch.nn.Module):
         wide = [torch.nn.Linear(2, 48), torch.nn.Tanh(), torch.nn.Linear(48, 48), torch.nn.Tanh()]
         self.layers = torch.nn.Sequential(*wide, torch.nn.Linear(48, 1))
 
-    def forward(self, x, embeds, timestep, **others):
+    def forward(self, x, embeds, timestep, **options):
         return (self.layers(torch.stack([x, timestep.view(-1, 1, 1, 1).expand_as(x)], dim=-1))[..., 0],)
 
 
@@ -348,18 +349,18 @@ def test_what_is_learnt_from_normal_numbers_is_known():
         cos, sin = math.cos(angle), math.sin(angle)
         point = draw(torch.full((8,), angle))
         with torch.no_grad():
-            found = cos * point.x - sin * trigflow_velocity(model, point.x, point.angle, prompt)
+            result = cos * point.x - sin * trigflow_velocity(model, point.x, point.angle, prompt)
         exact = mean + std * (point.x - cos * mean) / math.sqrt((cos * std) ** 2 + sin**2)
-        assert float((found - exact).square().mean().sqrt()) < most
+        assert float((result - exact).square().mean().sqrt()) < most
 
 
 def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprint):
-    own = settings()
+    run_settings = settings()
     with pytest.raises(InputError, match="^model: got one that is not SANA-Sprint with loss consistency, expected"):
-        trainer.train(replace(own, model=str(checkpoint)))
+        trainer.train(replace(run_settings, model=str(checkpoint)))
     with pytest.raises(InputError, match="^model: got a SANA-Sprint model, which this loss would undo; train the SANA"):
-        trainer.train(replace(own, loss=Loss()))
-    assert not Path(own.out).exists()
+        trainer.train(replace(run_settings, loss=Loss()))
+    assert not Path(run_settings.out).exists()
 
 
 WRONG = {

@@ -28,9 +28,9 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 def begun(checkpoint, file, **method):
     """The velocity of a transformer that begins at the file."""
     transformer = sana_core.load_transformer(checkpoint)
-    own = Method(**{"rank": RANK, **method}, start=str(file))
-    add_adapter(transformer, own, seed=3)
-    begin_at(transformer, own)
+    run_settings = Method(**{"rank": RANK, **method}, start=str(file))
+    add_adapter(transformer, run_settings, seed=3)
+    begin_at(transformer, run_settings)
     return velocity(transformer)
 
 

@@ -36,9 +36,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder, tmp_path, checkpoint):
-    def make(out, stream=True, **others):
+    def make(out, stream=True, **options):
         phase = Phase((str(folder / "tars"),), 128, batch=2, accumulate=2, steps=4, learning_rate=1e-3)
-        values = {"dtype": "float32", "caption_dropout": 0.3, "method": Method(rank=2), **others}
+        values = {"dtype": "float32", "caption_dropout": 0.3, "method": Method(rank=2), **options}
         values.setdefault("validation", Validation(every=2, share=0.3))
         return check_settings(TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), stream=stream, **values))
 
@@ -52,9 +52,11 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
     assert lines_of(streamed.out) == lines_of(cached.out)
     if method.kind == "lora":
         assert same(one, other)
-    kept = [len(list((Path(own.out) / "cache").rglob("*.safetensors"))) for own in (streamed, cached)]
+    saved = [
+        len(list((Path(run_settings.out) / "cache").rglob("*.safetensors"))) for run_settings in (streamed, cached)
+    ]
     # the empty prompt alone
-    assert kept[0] == 1 < kept[1]
+    assert saved[0] == 1 < saved[1]
 
 
 def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, monkeypatch):
@@ -84,30 +86,30 @@ def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, 
     ],
 )
 def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
-    each = Validation(every=1, share=0.3)
-    whole, broken = settings("whole", validation=each), settings("broken", first, validation=each)
-    trainer.train(whole)
+    item = Validation(every=1, share=0.3)
+    uninterrupted, broken = settings("whole", validation=item), settings("broken", first, validation=item)
+    trainer.train(uninterrupted)
     trainer.train(replace(broken, phase=(replace(broken.phase[0], steps=1),)))
     trainer.train(replace(broken, stream=then))
-    assert lines_of(whole.out) == lines_of(broken.out)
+    assert lines_of(uninterrupted.out) == lines_of(broken.out)
     assert "begins again" not in caplog.text
 
 
 @pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 @pytest.mark.parametrize("stream", [True, False])
 def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatch, stream):
-    own = settings("out", stream, parallel=Parallel("fsdp"), validation=Validation())
+    run_settings = settings("out", stream, parallel=Parallel("fsdp"), validation=Validation())
     plain = settings("plain", stream, validation=Validation())
-    read, real = [], cache.encode_image
+    calls, real = [], cache.encode_image
 
-    def encode_image(encode, sample, *others):
-        read.append(sample.name)
-        return real(encode, sample, *others)
+    def encode_image(encode, sample, *options):
+        calls.append(sample.name)
+        return real(encode, sample, *options)
 
     monkeypatch.setattr(cache, "encode_image", encode_image)
 
     def both(ranks):
-        return str(trainer.train(own, ranks=ranks)), list(read)
+        return str(trainer.train(run_settings, ranks=ranks)), list(calls)
 
     (path, first), (_, second) = results_of(2, both)
     assert difference(load_file(path), load_file(trainer.train(plain))) < 1e-5
@@ -122,5 +124,8 @@ def test_the_plan_counts_the_encoders_that_stay(settings):
     weights = 4 * (base.text_parameters + base.autoencoder_parameters)
     (step,), (*_, other) = plan_training(streamed, base).stages, plan_training(cached, base).stages
     assert step.weights == other.weights + weights and step.work >= other.work and step.state == other.state
-    shares = [rank_memory(replace(own, parallel=Parallel("fsdp")), base, own.phase[0], 4) for own in (streamed, cached)]
+    shares = [
+        rank_memory(replace(run_settings, parallel=Parallel("fsdp")), base, run_settings.phase[0], 4)
+        for run_settings in (streamed, cached)
+    ]
     assert shares[0].weights == shares[1].weights + weights

@@ -149,7 +149,7 @@ def test_vaes_are_recognised_and_not_taken_for_images(name, layout, tmp_path):
             "480p": ("decoder.head.0.gamma", "decoder.upsamples.0.residual.2.weight", "decoder.conv1.weight"),
             "720p": ("per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"),
         }
-        shapes = {each: torch.empty(8, 16, 3, 3, 3) for each in names[name]}
+        shapes = {item: torch.empty(8, 16, 3, 3, 3) for item in names[name]}
     file = layouts.sparse({key: tensor.shape for key, tensor in shapes.items()}, tmp_path / "vae.safetensors")
     info = sana_core.inspect_checkpoint(file)
     variant = {"480p": "wan-2.1", "720p": "ltx-2"}[name]

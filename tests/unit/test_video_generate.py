@@ -39,10 +39,12 @@ def first(tmp_path):
 def test_it_is_the_pipelines_video(folder, first, begins):
     name, path = folder
     image = None if begins == "text" else read_first(first, (SIDE, SIDE))
-    given = None if image is None else (image[None] + 1) / 2
+    first_image = None if image is None else (image[None] + 1) / 2
     # diffusers' pipeline of videos that begin with an image is made for this scheduler, as is NVIDIA's script
     solver = None if image is None else FlowMatchEulerDiscreteScheduler(shift=8.0)
-    (expected,) = video_models.by_pipeline(name, path, (PROMPT, NEGATIVE), (FRAMES, SIDE, SIDE), given, solver=solver)
+    (expected,) = video_models.by_pipeline(
+        name, path, (PROMPT, NEGATIVE), (FRAMES, SIDE, SIDE), first_image, solver=solver
+    )
     got = generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), image, NEGATIVE, steps=4)
     assert got.shape == (3, FRAMES, SIDE, SIDE)
     torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
@@ -70,9 +72,22 @@ def test_the_command_writes_a_clip(folder, first, tmp_path):
 
     name, path = folder
     out = tmp_path / "clips" / "clip.mp4"
-    given = ["generate", PROMPT, "--checkpoint", path, "--frames", FRAMES, "--first", first, "--steps", 2, "--out", out]
-    given = [str(word) for word in [*given, "--width", SIDE, "--height", SIDE, "--dtype", "float32"]]
-    assert not main(given)
+    arguments = [
+        "generate",
+        PROMPT,
+        "--checkpoint",
+        path,
+        "--frames",
+        FRAMES,
+        "--first",
+        first,
+        "--steps",
+        2,
+        "--out",
+        out,
+    ]
+    arguments = [str(word) for word in [*arguments, "--width", SIDE, "--height", SIDE, "--dtype", "float32"]]
+    assert not main(arguments)
     with av.open(str(out)) as clip:
         stream = clip.streams.video[0]
         frames = list(clip.decode(stream))
@@ -82,13 +97,13 @@ def test_the_command_writes_a_clip(folder, first, tmp_path):
 def test_a_broken_or_too_large_first_image_is_one_line(tmp_path, monkeypatch):
     file = tmp_path / "first.png"
     Image.effect_noise((64, 64), 50).convert("RGB").save(file)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     # within the deflated pixels, and in the length of a part
-    for place in (len(whole) // 2, 33):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55] * 8) + whole[place + 8 :])
+    for place in (len(content) // 2, 33):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0x55] * 8) + content[place + 8 :])
         with pytest.raises(ReadError, match="^first: .*first.png: broken or incomplete "):
             read_first(file, (SIDE, SIDE))
-    file.write_bytes(whole)
+    file.write_bytes(content)
     assert read_first(file, (SIDE, SIDE)).shape == (3, SIDE, SIDE)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(InputError, match="^first: .*first.png: got more pixels than Pillow's limit"):
@@ -162,9 +177,20 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
 )
 def test_what_cannot_be_is_said(folder, tmp_path, monkeypatch, capsys, more, message):
     monkeypatch.chdir(tmp_path)
-    given = ["generate", PROMPT, "--checkpoint", str(folder[1]), "--frames", "9", "--out", "clip.mp4", "--steps", "1"]
+    arguments = [
+        "generate",
+        PROMPT,
+        "--checkpoint",
+        str(folder[1]),
+        "--frames",
+        "9",
+        "--out",
+        "clip.mp4",
+        "--steps",
+        "1",
+    ]
     with pytest.raises((SystemExit, ValueError)) as failed:
-        raise SystemExit(main([*given, *more]))
+        raise SystemExit(main([*arguments, *more]))
     said = capsys.readouterr().err.strip().splitlines()[-1].removeprefix("sana_core: ").removeprefix("error: ")
     assert failed.value.code and re.match(message, said), said
 

@@ -60,8 +60,8 @@ def test_the_likeliest_tokens_are_those_of_the_library(reference, ids):
 
 
 def test_a_text_ends_before_any_token_that_stops_it(reference):
-    whole = write_tokens(reference.model, LONG, 60, ())
-    end = whole[9]
+    full_text = write_tokens(reference.model, LONG, 60, ())
+    end = full_text[9]
     expected = theirs(reference, LONG, 60, [1, end])
     assert expected[-1] == end and len(expected) < 60
     assert write_tokens(reference.model, LONG, 60, {1, end}) == expected[:-1]

@@ -125,8 +125,8 @@ def places(kind, before=""):
 
 
 def test_every_path_of_every_command_has_a_row():
-    wanted = {f"{name} {argument}" for name in COMMANDS for argument in paths_of(name)}
-    assert {name.partition(",")[0] for name in ROWS} | {"doctor paths"} == wanted
+    expected = {f"{name} {argument}" for name in COMMANDS for argument in paths_of(name)}
+    assert {name.partition(",")[0] for name in ROWS} | {"doctor paths"} == expected
     assert PLACES.keys() == set(places(TrainingSettings))
 
 
@@ -138,9 +138,9 @@ def inputs(tmp_path_factory):
     save_file({"latents": torch.zeros(1, 32, 2, 2)}, folder / "latents.safetensors")
     write_pictures(folder / "images", 2, controls=True)
     save_clip(folder / "clip")
-    made = {"PROMPTS": folder / "prompts.txt", "LATENTS": folder / "latents.safetensors", "TINY": TINY}
-    made |= {"VIDEO": video_models.save_folder("480p", folder / "video"), "VAE": TINY / "vae"}
-    return {**made, "images": folder / "images", "latent cache": folder / "cache"}
+    paths = {"PROMPTS": folder / "prompts.txt", "LATENTS": folder / "latents.safetensors", "TINY": TINY}
+    paths |= {"VIDEO": video_models.save_folder("480p", folder / "video"), "VAE": TINY / "vae"}
+    return {**paths, "images": folder / "images", "latent cache": folder / "cache"}
 
 
 def write_settings(folder, name, entered, inputs):

@@ -28,10 +28,10 @@ def stopping_after(steps):
 def write_settings(folder, checkpoint, name, own, phase):
     """Write the settings of a LoRA of the images in `folder`. `own` and `phase` replace and add settings."""
     paths = {"model": str(checkpoint), "out": str(folder / name), "cache": str(folder / "cache")}
-    whole = {**paths, "dtype": "float32", "keep": 2, "method.rank": 2, **own}
+    all_settings = {**paths, "dtype": "float32", "keep": 2, "method.rank": 2, **own}
     data = {"data": str(folder / "pictures"), "resolution": 128, "batch": 1, "learning_rate": 1e-3, **phase}
     # a value is written in JSON as it is in TOML
-    lines, learnt = ([f"{key} = {json.dumps(value)}" for key, value in table.items()] for table in (whole, data))
+    lines, learnt = ([f"{key} = {json.dumps(value)}" for key, value in table.items()] for table in (all_settings, data))
     file = folder / f"{name}.toml"
     file.write_text("\n".join([*lines, "[[phase]]", *learnt]))
     return file
@@ -44,7 +44,7 @@ def lines_of(out):
 
 def same(one, other):
     """Whether two dicts of tensors, or the files of them, are the same to the bit."""
-    one, other = (load_file(each) if isinstance(each, Path) else each for each in (one, other))
+    one, other = (load_file(item) if isinstance(item, Path) else item for item in (one, other))
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -28,9 +28,9 @@ libc.mallinfo2.restype = Mallinfo
 def tensor_bytes(objects):
     """Bytes of all tensors, those that share their memory once."""
     sizes = {}
-    for each in objects:
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
-            storage = each.untyped_storage()
+    for item in objects:
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+            storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
@@ -39,12 +39,12 @@ def tensor_bytes(objects):
 async def soak(request):
     gc.collect()
     objects = gc.get_objects()
-    kinds = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in objects)
-    found = {"objects": len(objects), "tensor_bytes": tensor_bytes(objects)}
+    kinds = Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
+    results = {"objects": len(objects), "tensor_bytes": tensor_bytes(objects)}
     del objects
     # pages that are free in the middle of the heap go back, and what stays is in use
     libc.malloc_trim(0)
     heap = libc.mallinfo2()
-    found |= {"heap_bytes": heap.uordblks + heap.hblkhd, "kinds": dict(kinds.most_common(400))}
-    found["threads"] = sorted(thread.name for thread in threading.enumerate())
-    return web.json_response(found)
+    results |= {"heap_bytes": heap.uordblks + heap.hblkhd, "kinds": dict(kinds.most_common(400))}
+    results["threads"] = sorted(thread.name for thread in threading.enumerate())
+    return web.json_response(results)
