@@ -1,5 +1,6 @@
-"""Latents and embeddings of samples, in a cache on disk or streamed, so that neither VAE nor text encoder is in memory
-while a model trains from the cache.
+"""Latents and embeddings of samples, in a cache on disk or streamed.
+
+Neither VAE nor text encoder is in memory while a model trains from the cache.
 
     folder/latents/ab/KEY.safetensors    latents [32, h, w] float32, and with a mask the weight [1, h, w] float32;
                                          the same for control images
