@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 PREFIX = "transformer."
-# by which parameters of the layers are trained; the depthwise convolution has 27 weights a channel and stays as it is
+# {targets: pattern of the layers that get an adapter}. The depthwise convolution is too small for one.
 LAYERS = {
     "attention": r"attn[12]\.(to_q|to_k|to_v|to_out\.0)",
     "feed_forward": r"ff\.(conv_inverted|conv_point)",
 }
-# of each kind, the matrix that the scale is folded into
+# The scale alpha / rank is folded into one of these matrices, depending on the kind of the adapter.
 SCALED = ("lora_B", "lokr_w1", "lokr_w1_a")
 
 
 def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) -> None:
-    """Put the adapter of `method` on `transformer`, in float32 and at first without effect; the rest is frozen.
+    """Put the adapter of `method` on `transformer`, in float32 and at first without effect. Freezes all other weights.
 
-    Its random values depend on `seed` alone; on the meta device it has none. Raises VersionError where peft is not
-    installed, and InputError where `method.layers` fit none.
+    The random values depend on `seed` only. Raises VersionError if peft is not installed, and InputError if
+    `method.layers` match no layer.
     """
     try:
         from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
@@ -62,14 +62,14 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
         raise VersionError(f"peft: cannot be imported ({error!s:.120}); pip install peft") from None
     check_layers(dict(transformer.named_modules()), method)
     transformer.requires_grad_(False)
-    own: dict[str, Any] = {"r": method.rank, "target_modules": layer_names(method)}
+    options: dict[str, Any] = {"r": method.rank, "target_modules": layer_names(method)}
     alpha = method.scale * method.rank
     config: Any
     if method.kind == "lokr":
-        config = LoKrConfig(alpha=alpha, **own)  # type: ignore[arg-type]  # it takes any number
+        config = LoKrConfig(alpha=alpha, **options)  # type: ignore[arg-type]  # It accepts any number.
     else:
-        own |= {"lora_alpha": alpha, "lora_dropout": method.dropout, "use_dora": method.kind == "dora"}
-        config = LoraConfig(**own)  # type: ignore[arg-type]
+        options |= {"lora_alpha": alpha, "lora_dropout": method.dropout, "use_dora": method.kind == "dora"}
+        config = LoraConfig(**options)  # type: ignore[arg-type]
     inject_adapter_in_model(config, transformer, ADAPTER)
     if method.dropout:
         for layer in adapter_layers(transformer).values():
@@ -78,22 +78,22 @@ def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) 
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-            # peft draws them from torch's global generator; what is zero stays so
+            # peft uses torch's global generator. Generate the values again from the seed, except the zeros.
             if ROWS not in name and not parameter.is_meta and parameter.any():
-                drawn = torch.empty(parameter.shape)
-                torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=rng)
-                parameter.data.copy_(drawn)
+                values = torch.empty(parameter.shape)
+                torch.nn.init.kaiming_uniform_(values, a=5**0.5, generator=rng)
+                parameter.data.copy_(values)
 
 
 def layer_names(method: Method) -> str:
     """Return the pattern of the layers that get an adapter, as peft's target_modules."""
-    wanted = LAYERS.values() if method.targets == "both" else [LAYERS[method.targets]]
+    patterns = LAYERS.values() if method.targets == "both" else [LAYERS[method.targets]]
     chosen = f"(?={'|'.join(map(fnmatch.translate, method.layers))})" if method.layers else ""
-    return rf"{chosen}transformer_blocks\.\d+\.({'|'.join(wanted)})"
+    return rf"{chosen}transformer_blocks\.\d+\.({'|'.join(patterns)})"
 
 
 def check_layers(names: Iterable[str], method: Method) -> None:
-    """Raise InputError where none of the layers of these `names` gets an adapter."""
+    """Raise InputError if no layer in `names` gets an adapter."""
     if not any(map(re.compile(layer_names(method)).fullmatch, names)):
         raise InputError(
             f"layers: got {', '.join(method.layers)!s:.80}, which fits none of targets {method.targets}, expected one "
@@ -103,7 +103,7 @@ def check_layers(names: Iterable[str], method: Method) -> None:
 
 @contextmanager
 def without_dropout(transformer: torch.nn.Module) -> Iterator[None]:
-    """Let the adapter compute as it does outside training."""
+    """Disable the dropout of the adapter."""
     layers = [layer for layer in adapter_layers(transformer).values() if layer.training]
     for layer in layers:
         layer.train(False)
@@ -122,7 +122,7 @@ def adapter_layers(transformer: SanaTransformer2DModel) -> dict[str, Any]:
 
 
 def adapter_tensors(transformer: SanaTransformer2DModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the adapter as its file has it, in `dtype` on the CPU, the scale folded in."""
+    """Return the tensors of the adapter's file, in `dtype` on the CPU. The scale is folded in."""
     from peft import get_peft_model_state_dict
 
     scales = {name: layer.scaling[ADAPTER] for name, layer in adapter_layers(transformer).items()}
@@ -136,15 +136,18 @@ def adapter_tensors(transformer: SanaTransformer2DModel, dtype: torch.dtype) -> 
 
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Return {layer: {part: tensor}} of the `tensors` of `adapter_tensors`."""
-    return {name.removeprefix(PREFIX): parts_of(own) or {} for name, own in split_layers(tensors).items()}
+    return {name.removeprefix(PREFIX): parts_of(layer) or {} for name, layer in split_layers(tensors).items()}
 
 
 def core_magnitudes(layer: Any, parts: Tensors) -> torch.Tensor:
-    """Return what ComfyUI's loaders want of a DoRA of `parts` on `layer`, float32 on the CPU."""
+    """Return the magnitudes of a DoRA in the form of ComfyUI's loaders, in float32 on the CPU.
+
+    `parts`: the tensors of the DoRA on `layer`.
+    """
     weight = layer.get_base_layer().weight.detach().float().cpu()
-    own = {part: tensor.float().cpu() for part, tensor in parts.items()}
-    changed = weight + product_of(own).reshape(weight.shape)
-    return dora_scale(weight, changed, own[ROWS]).contiguous()
+    parts = {part: tensor.float().cpu() for part, tensor in parts.items()}
+    changed = weight + product_of(parts).reshape(weight.shape)
+    return dora_scale(weight, changed, parts[ROWS]).contiguous()
 
 
 def write_adapter(
@@ -154,13 +157,15 @@ def write_adapter(
     method: Method,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write `tensors` of `adapter_tensors` to `file`, with that `metadata`. Raises OSError."""
+    """Write the `tensors` of `adapter_tensors` to `file`, with `metadata`. Raises OSError."""
     metadata = {"format": "pt", **metadata}
     if method.kind != "lokr":
-        # what peft's LoraConfig is made of again; diffusers 0.35 asks for the patterns
+        # Loaders build peft's LoraConfig from this. diffusers 0.35 requires the patterns.
         peft_settings = {"r": method.rank, "lora_alpha": method.rank, "target_modules": layer_names(method)}
         peft_settings |= {"use_dora": method.kind == "dora", "rank_pattern": {}, "alpha_pattern": {}}
-        metadata["lora_adapter_metadata"] = json.dumps({f"{PREFIX}{key}": own for key, own in peft_settings.items()})
+        metadata["lora_adapter_metadata"] = json.dumps(
+            {f"{PREFIX}{key}": value for key, value in peft_settings.items()}
+        )
     layers = adapter_layers(transformer)
     scales = {
         f"{PREFIX}{name}.dora_scale": core_magnitudes(layers[name], parts)
@@ -172,19 +177,18 @@ def write_adapter(
 
 @contextmanager
 def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Let `transformer` compute with the weights that a program gives it which opens the file of `tensors`.
+    """Merge the adapter into the weights inside the context, as programs do that load the file of `tensors`.
 
-    Such a program adds the adapter to the weights once, in their precision, where training adds outputs. Afterwards
-    the weights are what they were, to the bit.
+    Such a program adds the adapter to the weights once, in their precision, while training adds outputs. Afterwards
+    the weights have their old bits.
     """
-    # of the file's tensors by layer, as those that open it find them
     layers = adapter_layers(transformer)
     weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
     before = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
-    found = by_layer(tensors)
+    parts = by_layer(tensors)
     try:
         for name, layer in layers.items():
-            weights[name].copy_(adapted(weights[name], Adapter(found[name])))
+            weights[name].copy_(adapted(weights[name], Adapter(parts[name])))
             layer.merged_adapters.append(ADAPTER)
         yield
     finally:
@@ -194,49 +198,44 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
 
 
 def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
-    """Give the adapter that `add_adapter` put on `transformer` the weights in the file `method.start`.
+    """Copy the weights of the file `method.start` into the adapter that `add_adapter` put on `transformer`.
 
-    Its effect is that of the file: where the file's alpha, which stands beside its tensors or in PEFT's settings,
-    scales otherwise than `method`, the weights make up for it. Raises InputError where kind, rank or targets of
-    `method` are not the file's, with what they should be, and CheckpointError, MissingFileError or ReadError for what
-    is no LoRA.
+    The adapter then has the effect of the file. If the file's alpha differs from `method`, the weights are scaled to
+    compensate. Raises InputError if kind, rank or targets of `method` differ from the file.
     """
     modules = {name: getattr(module, "base_layer", module) for name, module in transformer.named_modules()}
     weighty = (torch.nn.Linear, torch.nn.Conv2d)
     shapes = {name: module.weight.shape for name, module in modules.items() if isinstance(module, weighty)}
-    found, file = read_whole(method.start, shapes), shown(Path(method.start))
-    check_kind({part for adapter in found.values() for part in adapter.parts}, method.kind, file)
+    adapters, file = read_whole(method.start, shapes), shown(Path(method.start))
+    check_kind({part for adapter in adapters.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
-    check_targets(found.keys(), layers.keys(), shapes.keys(), method, file)
+    check_targets(adapters.keys(), layers.keys(), shapes.keys(), method, file)
     for name, layer in layers.items():
-        trained = {f".{key}": each for key, each in layer.named_parameters() if each.requires_grad}
-        own, (parts, scale) = parts_of(trained) or {}, found[name]
-        check_parts(parts, own, f"{file}: {name}")
-        for part, parameter in own.items():
+        trained = {f".{key}": value for key, value in layer.named_parameters() if value.requires_grad}
+        parameters, (parts, scale) = parts_of(trained) or {}, adapters[name]
+        check_parts(parts, parameters, f"{file}: {name}")
+        for part, parameter in parameters.items():
             factor = scale / method.scale if part in SCALED else 1.0
             parameter.detach().copy_((parts[part].float() * factor).reshape(parameter.shape))
 
 
 def needs_start(settings: TrainingSettings) -> bool:
-    """Whether a run begins at the file `method.start`; one that has a state resumes without it."""
+    """Whether a run begins with the file `method.start`. A run with a saved state resumes without it."""
     return bool(settings.method.start) and not find_states(Path(settings.out))
 
 
 def start_digest(settings: TrainingSettings) -> str:
-    """Return the digest of the file `method.start`, or what the run has noted of one that is gone since.
-
-    Raises MissingFileError or ReadError for a file that cannot be read.
-    """
-    file, known = settings.method.start, read_run(Path(settings.out))[0] or {}
-    if not Path(file).exists() and "start" in known:
-        return known["start"]
+    """Return the digest of the file `method.start`. If the file is gone, return the digest in run.json."""
+    file, config = settings.method.start, read_run(Path(settings.out))[0] or {}
+    if not Path(file).exists() and "start" in config:
+        return config["start"]
     return digest_of(read_range(FileRange(Path(file)), file))
 
 
 def check_kind(parts: Collection[str], kind: str, file: str) -> None:
-    """Raise InputError unless an adapter with these `parts` is of that `kind`."""
-    tells = {"hada_w1_a": "loha", "lokr_w1": "lokr", "lokr_w1_a": "lokr", COLUMNS: "dora of columns", ROWS: "dora"}
-    got = next((own for part, own in tells.items() if part in parts), "lora")
+    """Raise InputError unless an adapter with these `parts` is of `kind`."""
+    kinds = {"hada_w1_a": "loha", "lokr_w1": "lokr", "lokr_w1_a": "lokr", COLUMNS: "dora of columns", ROWS: "dora"}
+    got = next((name for part, name in kinds.items() if part in parts), "lora")
     if got not in ADAPTERS:
         raise InputError(f"{file}: got a {got}, expected {', '.join(ADAPTERS)}; remove method.start")
     if got != kind:
@@ -244,28 +243,28 @@ def check_kind(parts: Collection[str], kind: str, file: str) -> None:
 
 
 def check_targets(
-    found: Collection[str], trained: Collection[str], names: Collection[str], method: Method, file: str
+    layers: Collection[str], trained: Collection[str], names: Collection[str], method: Method, file: str
 ) -> None:
-    """Raise InputError unless the file has just the layers that are `trained`."""
-    if set(found) == set(trained):
+    """Raise InputError unless the `layers` of the file are the `trained` layers. `names`: all layers of the model."""
+    if set(layers) == set(trained):
         return
     for fitting in () if method.layers else TARGETS:
-        if set(found) == {name for name in names if re.fullmatch(layer_names(Method(targets=fitting)), name)}:
+        if set(layers) == {name for name in names if re.fullmatch(layer_names(Method(targets=fitting)), name)}:
             raise InputError(
                 f"{file}: its layers are of targets {fitting}, but method.targets is {method.targets}; set it so"
             )
-    first = min(set(found) ^ set(trained))
+    first = min(set(layers) ^ set(trained))
     where = "missing" if first in trained else "more than is trained"
     raise InputError(f"{file}: its layers are of no targets, {first} is {where}; remove method.start")
 
 
-def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> None:
+def check_parts(parts: Tensors, parameters: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise InputError unless the file's tensors of a layer have the shapes of its adapter."""
-    for part in sorted(own.keys() ^ found.keys()):
-        raise InputError(f"{name}: {part} is {'missing' if part in own else 'unexpected'}; remove method.start")
-    for part in sorted(own):
-        got, expected = (list(tensor.shape) for tensor in (found[part], own[part]))
-        # all else of a LoRA has the model's sizes
+    for part in sorted(parameters.keys() ^ parts.keys()):
+        raise InputError(f"{name}: {part} is {'missing' if part in parameters else 'unexpected'}; remove method.start")
+    for part in sorted(parameters):
+        got, expected = (list(tensor.shape) for tensor in (parts[part], parameters[part]))
+        # All other sizes of a LoRA are sizes of the model.
         if part == "lora_A" and got[0] != expected[0]:
             raise InputError(f"{name}: got rank {got[0]}, but method.rank is {expected[0]}; set rank to {got[0]}")
         if squeezed(got) != squeezed(expected):
@@ -273,7 +272,7 @@ def check_parts(found: Tensors, own: Mapping[str, torch.Tensor], name: str) -> N
 
 
 def squeezed(shape: list[int]) -> list[int]:
-    """Return a shape without the ones at its end: 1x1 convolutions are linear layers elsewhere."""
+    """Return a shape without trailing ones. Other programs write 1x1 convolutions as linear layers."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
