@@ -240,7 +240,7 @@ def compute_settings(settings: TrainingSettings) -> TrainingSettings:
 
 
 def gathered_bytes(settings: TrainingSettings, base: Base, blocks: int) -> int:
-    """Return the bytes of `blocks` gathered blocks, of the layers outside of blocks, and of a block's fp32 gradients."""
+    """Return the bytes of gathered `blocks`, of the layers outside of blocks, and of a block's fp32 gradients."""
     item = getattr(torch, settings.dtype).itemsize
     block = {name: shape for name, shape in base.shapes.items() if name.startswith("transformer_blocks.0.")}
     outside = count(base.shapes.values()) - base.model.layers * count(block.values())

@@ -1,18 +1,19 @@
 """CAME, confidence-guided adaptive memory-efficient optimization (Luo et al. 2023, arXiv 2307.02047).
 
-Adafactor's factored second moment, with a step that is smaller where the update differs from its own average. Of a
-matrix [O, I] the squares of gradients and of those differences are kept as means of rows [O] and columns [I]. The
-package of CAME's authors, and with it others, factors the last two dimensions of a weight: for a 1x1 convolution
-[O, I, 1, 1], which half of SANA's weights are, that factors nothing and keeps four moments of full size. Here such
-a weight is the matrix [O, I], as in NVIDIA's training (diffusion/utils/optimizer.py of NVlabs/Sana).
+CAME uses Adafactor's factored second moment. The step is smaller where the update differs from its average. For a
+matrix [O, I], the squares of gradients and of these differences are stored as means of rows [O] and columns [I].
 
-All other weights, biases and norms as well as the 3x3 depthwise convolutions [C, 1, 3, 3], keep the whole second
-moment as they do there: in SANA they are 0.2 % of the weights, so that factoring would save no memory to speak of.
+The package of CAME's authors factors the last two dimensions of a weight. Half of SANA's weights are 1x1 convolutions
+[O, I, 1, 1], for which this factors nothing and stores four moments of full size. Here such a weight is the matrix
+[O, I], as in NVIDIA's training (diffusion/utils/optimizer.py of NVlabs/Sana). All other weights have a full second
+moment, as in NVIDIA's training: biases, norms and the 3x3 depthwise convolutions [C, 1, 3, 3]. They are 0.2 % of SANA's
+weights, so factoring them would save little.
 
-In 8 bits the average of updates has one scale for each block of 256 elements. A code q stands for sign(q) * (q / 127)^2
-of the largest value of its block. The square spends the codes on small values, of which an average of updates has most.
-It loses 0.7 % (RMS) of normal values, as evenly spaced codes do, and as little where the sizes in a block differ much,
-of which those lose 2.5 %; the dynamic type of Dettmers et al. 2022 (arXiv 2110.02861) loses 1.1 % of both.
+In 8 bits, the average of updates has one scale for each block of 256 elements. A code q means sign(q) * (q / 127)^2
+times the largest value of its block. The square gives small values more codes, because most values of an average are
+small. It loses 0.7 % (RMS) of normal values, like evenly spaced codes. In blocks with values of very different sizes it
+also loses 0.7 %, while evenly spaced codes lose 2.5 %. The dynamic type of Dettmers et al. 2022 (arXiv 2110.02861)
+loses 1.1 % in both cases.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from torch.nn import functional
 
 from ..runtime.text import Json
 
-# added to the squares of gradients, and of differences; the authors' values, as is the limit of an update's RMS
+# Added to the squares of gradients and of differences. These and the limit of an update's RMS are the authors' values.
 EPS = (1e-30, 1e-16)
 CLIP = 1.0
-# elements of a whole weight below which the average stays in fp32: biases and norms, as in bitsandbytes and torchao
+# Weights with fewer elements, biases and norms, have their average in fp32, as in bitsandbytes and torchao.
 SMALLEST = 4096
-# elements that are updated side by side where ranks share the weights, so that their sums travel together
+# Elements that sharded ranks update together, so that one message contains all their sums.
 BUCKET = 1 << 23
 State = dict[str, torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
-# gives sums of the rows that are here [n], and is sent those of all rows
+# Yields sums over the local rows [n], and receives the sums over all rows.
 Update = Generator[torch.Tensor, torch.Tensor, None]
 Sums = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCK = 256
@@ -42,11 +43,11 @@ LARGEST = 127
 
 
 class CAME(torch.optim.Optimizer):
-    """CAME with decoupled weight decay; with `eight_bit` the average of updates is kept in 8 bits.
+    """CAME with decoupled weight decay. `eight_bit`: the average of updates is stored in 8 bits.
 
-    `betas` are the rates of the averages of updates, squared gradients, and squared differences. State is in fp32
-    besides, whatever the dtype of a parameter. As the authors define it nothing corrects the averages for their start
-    at zero, so that the first steps are ten times `lr` and more: warm it up (NVIDIA does over 2000 steps).
+    `betas` are the rates of the averages of updates, squared gradients, and squared differences. All other state is in
+    fp32, for every dtype of a parameter. As the authors define it, CAME has no bias correction, so the first steps are
+    ten times `lr` and more. Use a warmup (NVIDIA: 2000 steps).
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class CAME(torch.optim.Optimizer):
         eight_bit: bool = False,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eight_bit": eight_bit})
-        # of weights that lie in rows on several ranks: what sums a tensor over them, in place
+        # Sums a tensor over the ranks, in place. None: the weights are not sharded.
         self.total: Total | None = None
 
     @torch.no_grad()
@@ -104,10 +105,10 @@ def shard_sizes(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def update_together(updates: Sequence[Update], total: Total) -> None:
-    """Run `updates` to their end, with one call of `total` for what they all wait for."""
+    """Run `updates` to their end. Each round calls `total` once for all of them."""
     waiting = [(update, next(update)) for update in updates]
     while waiting:
-        sums = total(torch.cat([own for _, own in waiting]))
+        sums = total(torch.cat([local for _, local in waiting]))
         parts = sums.split([len(own) for _, own in waiting])
         # an update that gives nothing more has ended
         going = [(update, next_sums(update, part)) for (update, _), part in zip(waiting, parts, strict=True)]
@@ -166,7 +167,7 @@ def new_state(parameter: torch.Tensor, eight_bit: bool) -> State:
 
 
 def load_average(state: State) -> torch.Tensor:
-    """Return the average of updates in fp32: the state's own tensor, or what its codes stand for."""
+    """Return the average of updates in fp32: the tensor of the state, or its dequantised codes."""
     return state["exp_avg"] if "exp_avg" in state else dequantise(state["exp_avg_codes"], state["exp_avg_scales"])
 
 
@@ -187,19 +188,19 @@ def inverse_root(squares: torch.Tensor, state: State, name: str, beta: float) ->
     sums = yield torch.cat([matrix.sum(0), matrix.new_full((1,), len(matrix))])
     rows.mul_(beta).add_(matrix.mean(1), alpha=1.0 - beta)
     columns.mul_(beta).add_(sums[:-1] / sums[-1], alpha=1.0 - beta)
-    # the mean of the rows, of which some may be elsewhere, is the same
+    # The mean of the rows is the same, but some rows may be on other ranks.
     factors = (rows / columns.mean()).rsqrt_()
     return torch.mul(factors[:, None], columns.rsqrt()[None]).view(squares.shape)
 
 
 def rms(values: torch.Tensor) -> Sums:
-    """Return the root of the mean square of `values` with those that are elsewhere."""
+    """Return the root mean square of `values` over all ranks."""
     sums = yield torch.stack([values.norm().square(), values.new_full((), values.numel())])
     return (sums[0] / sums[1]).sqrt()
 
 
 def empty_codes(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [like.shape] int8 and scales [blocks] fp32 that stand for zeros."""
+    """Return codes [like.shape] int8 and scales [blocks] fp32 of zeros."""
     return torch.zeros_like(like, dtype=torch.int8), like.new_zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
 
 
@@ -208,21 +209,21 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
     blocks = split(values)
     largest = blocks.abs().amax(dim=1)
     scales.copy_(largest)
-    # the smallest normal number divides a block of zeros
+    # A block of zeros is divided by the smallest normal number.
     fractions = blocks.abs().div_(largest.clamp(min=torch.finfo(blocks.dtype).tiny)[:, None])
-    found = fractions.sqrt_().mul_(LARGEST).round_().copysign_(blocks)
-    codes.copy_(found.flatten()[: values.numel()].view(values.shape))
+    rounded = fractions.sqrt_().mul_(LARGEST).round_().copysign_(blocks)
+    codes.copy_(rounded.flatten()[: values.numel()].view(values.shape))
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values [codes.shape] fp32 that `codes` and `scales` stand for."""
+    """Return the values [codes.shape] in fp32 of `codes` and `scales`."""
     blocks = split(codes.float())
     values = blocks.mul_(blocks.abs()).mul_(scales.div(LARGEST**2)[:, None])
     return values.flatten()[: codes.numel()].view(codes.shape)
 
 
 def split(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` in blocks [n, BLOCK], the last one filled up with zeros."""
+    """Return `values` in blocks [n, BLOCK]. The last block is padded with zeros."""
     missing = -values.numel() % BLOCK
     # Padding with nothing would copy the values.
     padded = functional.pad(values.flatten(), (0, missing)) if missing else values

@@ -1,9 +1,9 @@
 """A ControlNet that begins as a copy of the model that it will steer, and its residuals with gradients.
 
-Copies of the first blocks learn, and the projections around them, which begin at zero, so that at first nothing
-changes. All else is the model's own and frozen: the embeddings of image, time and caption (SanaMSControlNet in
-NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.model.controlnet` tells where the signal
-joins and where it acts, in NVIDIA's code and in diffusers'.
+Copies of the first blocks and the projections around them are trained. The projections begin at zero, so the ControlNet
+has no effect at first. The embeddings of image, time and caption are the frozen modules of the model (SanaMSControlNet
+in NVlabs/Sana, diffusion/model/nets/sana_multi_scale_controlnet.py). `sana_core.model.controlnet` documents where
+NVIDIA's code and diffusers add the control signal and the residuals.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def check_steerable(config: TransformerConfig, blocks: int) -> None:
-    """Raise InputError unless a ControlNet of so many blocks fits the transformer with `config`."""
+    """Raise InputError unless a ControlNet of `blocks` blocks fits the transformer with `config`."""
     if config.qk_norm is not None:
         raise InputError(
             "model: got one with norms of query and key (SANA-1.5), for which there is no ControlNet; train that of "
             "SANA 0.6B or 1.6B"
         )
-    # each acts after the block that is copied, or in diffusers after the next one
+    # A residual acts after the copied block. In diffusers it acts after the next block.
     if blocks >= config.num_layers:
         raise InputError(
             f"blocks: got {blocks} for a model of {config.num_layers} blocks, expected less than that; lower it"
@@ -42,17 +42,17 @@ def check_steerable(config: TransformerConfig, blocks: int) -> None:
 
 
 def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: torch.dtype) -> SanaControlNetModel:
-    """Return a ControlNet of copies of the first `blocks` of `transformer`, in `dtype`, at first without effect.
+    """Return a ControlNet with copies of the first `blocks` of `transformer`, in `dtype`, at first without effect.
 
-    It follows the reference of `transformer`. Those copies and the projections require gradients; what it has besides
-    are the modules of `transformer` itself, which is frozen, and in NVIDIA's arrangement its first block.
+    It follows the reference of `transformer`. The copies and the projections require gradients. The other modules are
+    the frozen modules of `transformer`, in NVIDIA's arrangement also its first block.
     """
     from accelerate import init_empty_weights
     from diffusers import SanaControlNetModel
 
     transformer.requires_grad_(False)
-    own = signature(SanaControlNetModel.__init__).parameters
-    config = {name: value for name, value in transformer.config.items() if name in own}
+    arguments = signature(SanaControlNetModel.__init__).parameters
+    config = {name: value for name, value in transformer.config.items() if name in arguments}
     with init_empty_weights():
         controlnet = SanaControlNetModel(**{**config, "num_layers": blocks})
     for name in ("patch_embed", "time_embed", "caption_projection", "caption_norm"):
@@ -76,14 +76,15 @@ def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: to
 def steering_residuals(
     control: Control, x: torch.Tensor, embeds: torch.Tensor, timestep: torch.Tensor, mask: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Return what `control_residuals` does, through the library's modules and with gradients.
+    """Return the residuals of a ControlNet with gradients, through the library's modules.
 
-    `x` [B, 32, h, w] is in the model's scale; `embeds` [B, T, C] and `mask` [B, T] are the captions.
+    Residual i [B, N, D] acts after block i. None: no residual. `x` [B, 32, h, w] is in the model's scale. `embeds`
+    [B, T, C] and `mask` [B, T] are the captions.
     """
     controlnet, latents = control.controlnet, control.latents.to(x)
     if getattr(controlnet, "base_block", None) is None:
-        residuals = controlnet(x, embeds, timestep, latents, encoder_attention_mask=mask, return_dict=False)[0]
-        return [None, *(residual.to(x.dtype) for residual in residuals)]
+        library_residuals = controlnet(x, embeds, timestep, latents, encoder_attention_mask=mask, return_dict=False)[0]
+        return [None, *(residual.to(x.dtype) for residual in library_residuals)]
     patch = controlnet.config.patch_size
     size = x.shape[-2] // patch, x.shape[-1] // patch
     hidden = controlnet.patch_embed(x)
@@ -98,18 +99,18 @@ def steering_residuals(
         return block(*arguments)
 
     hidden = run(controlnet.base_block, hidden) + controlnet.input_block(embed(controlnet, latents, None))
-    found: list[torch.Tensor | None] = []
+    residuals: list[torch.Tensor | None] = []
     for block, projection in zip(controlnet.transformer_blocks, controlnet.controlnet_blocks, strict=True):
         hidden = run(block, hidden)
-        found.append(projection(hidden).to(x.dtype))
-    return found
+        residuals.append(projection(hidden).to(x.dtype))
+    return residuals
 
 
 @contextmanager
 def steered(transformer: SanaTransformer2DModel, residuals: Sequence[torch.Tensor | None]) -> Iterator[Any]:
-    """Give what the library's forward takes as `controlnet_block_samples` for residual i to act after block i.
+    """Give the `controlnet_block_samples` of the library's forward, so that residual i acts after block i.
 
-    The library's first one acts after its second block; what comes before is added in this context.
+    The library's first sample acts after the second block. This context adds the residual of the first block.
     """
     first = residuals[0] if residuals else None
     if first is None:

@@ -242,7 +242,7 @@ def trigflow_velocity(
     """Return TrigFlow's F [B, 32, h, w] of a model that predicts flow's noise - x0, in the dtype of `x`.
 
     Without training: flow's latents are x / (cos(t) + sin(t)) at sigma = sin(t) / (cos(t) + sin(t)) (SANA-Sprint,
-    section 3.1). The model is told the guidance if it was distilled for that.
+    section 3.1). The model receives the guidance if it was distilled for it.
     """
     cos, sin = parts_of(angle)
     total = cos + sin
@@ -274,9 +274,9 @@ def tangent(transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, r
         # times cos(t) sin(t), so that it stays small at either end (sCM, section 4.1, JVP rearrangement)
         x = forward_ad.make_dual(point.x, cos * sin * point.velocity)
         angle = forward_ad.make_dual(point.angle, (cos * sin).flatten())
-        own, change = forward_ad.unpack_dual(trigflow_velocity(transformer, x, angle, prompt))
+        predicted, change = forward_ad.unpack_dual(trigflow_velocity(transformer, x, angle, prompt))
     assert change is not None
-    return cos.square() * (point.velocity - own) - ramp * (cos * sin * point.x + change)
+    return cos.square() * (point.velocity - predicted) - ramp * (cos * sin * point.x + change)
 
 
 def consistency_loss(
@@ -288,12 +288,12 @@ def consistency_loss(
 ) -> torch.Tensor:
     """Return the loss [B] whose gradient moves F against its normalised tangent; `weight` is as in `flow_loss`.
 
-    Its value says little: it is the length that the tangent was normalised to, over the size of the latents.
+    Its value is not an error: it is the length of the normalised tangent, divided by the size of the latents.
     """
     step = DATA_STD * tangent(transformer, point, prompt, ramp)
     step = step / (torch.linalg.vector_norm(step, dim=(1, 2, 3), keepdim=True) + SMALLEST_NORM)
-    own = trigflow_velocity(transformer, point.x, point.angle, prompt)
-    return mean_error(own - own.detach() - step, weight) / (DATA_STD * torch.tan(point.angle))
+    velocity = trigflow_velocity(transformer, point.x, point.angle, prompt)
+    return mean_error(velocity - velocity.detach() - step, weight) / (DATA_STD * torch.tan(point.angle))
 
 
 def consistency_error(

@@ -79,7 +79,7 @@ class MemoryCounter:
 
 
 def weights_dtype(settings: TrainingSettings) -> torch.dtype:
-    """Return the dtype of what is trained, and of its gradients."""
+    """Return the dtype of the trained parameters and of their gradients."""
     return getattr(torch, settings.method.weights) if settings.method.whole else torch.float32
 
 
@@ -311,8 +311,8 @@ def count_optimizer(
 
     It has parameters of these shapes and numbers in `dtype`, or their rows on one of `shards`.
 
-    One parameter of each shape is counted, and two of the largest: what the second one adds to a step is there for all
-    parameters at once, and the rest for one after another.
+    One parameter of each shape is counted, and two parameters of the largest shape. The bytes that the second one adds
+    to a step exist for all parameters at once, the other bytes for one parameter at a time.
     """
     local = [((-(-rows // shards), *columns), number) for (rows, *columns), number in trained]
     with counting() as live:

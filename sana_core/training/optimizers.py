@@ -1,8 +1,9 @@
-"""The table OPTIMIZERS, stochastic rounding of weights in bf16, and the moving average of what is trained.
+"""The table OPTIMIZERS, stochastic rounding of weights in bf16, and the moving average of the trained weights.
 
-bf16 has 8 bits of precision: an update of less than 1/512 of a weight is rounded away every time. Computed in fp32 and
-rounded up or down by chance, in proportion to how near each is, it is there in expectation (Zamirai et al. 2020, arXiv
-2010.06192). No fp32 copy of the weights is kept.
+bf16 has 8 bits of precision, so rounding to the nearest value always loses an update of less than 1/512 of a weight.
+The update is therefore computed in fp32 and rounded up or down at random, with the probability of each neighbour
+proportional to its nearness. In expectation no update is lost (Zamirai et al. 2020, arXiv 2010.06192). There is no fp32
+copy of the weights.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def alternatives(names: list[str]) -> str:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Whether torch has its fused AdamW for `device`, which it says at the first step."""
+    """Whether torch has a fused AdamW for `device`. torch reports this only at the first step."""
     probe = torch.zeros(1, device=device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)
     try:
@@ -185,7 +186,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator)
     """Take a step from the gradients of the parameters, which it may change.
 
     Updates of parameters in bf16 are computed in fp32, one parameter after another, and rounded stochastically with
-    `generator`, which lies on their device; fp32 parameters do not use it. Seed it for each step by the number of the
+    `generator`, which is on their device; fp32 parameters do not use it. Seed it for each step by the number of the
     step, so that a resumed run rounds alike, and alike in all copies of a model. Raises VersionError where torchao's
     step cannot be compiled.
     """
@@ -210,10 +211,10 @@ def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator)
 
 @contextmanager
 def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hold the weights to judge and to save in the parameters, and put those that train back after, bit for bit.
+    """Put the weights for validation and saving into the parameters, and restore the training weights bit for bit.
 
-    They differ with schedulefree only, whose average is the model (Defazio et al. 2024, arXiv 2405.15682). The
-    weights that train lie in the CPU's memory meanwhile.
+    They differ only for schedulefree, whose average is the model (Defazio et al. 2024, arXiv 2405.15682). Inside the
+    context the training weights are in the CPU's memory.
     """
     (group,) = optimizer.param_groups
     if "train_mode" not in group:
@@ -230,9 +231,9 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return `values`, fp32, rounded in place to values that bf16 holds, up or down so that their expectation stays.
+    """Round fp32 `values` in place to bf16 values, up or down at random, so that the expectation is unchanged.
 
-    `generator` lies on the device of `values`. A number that bf16 holds stays itself, infinity and NaN too.
+    `generator` is on the device of `values`. Values of bf16, infinity and NaN do not change.
     """
     bits = values.view(torch.int32)
     # The sum below can overflow for a NaN, as CUDA's 0x7FFFFFFF, and become a finite number.
@@ -251,7 +252,7 @@ def step_rounded(
 ) -> None:
     """Take the step of one parameter of `group` in fp32 and round it stochastically to the parameter's bf16.
 
-    The optimizer must treat each parameter by itself. Its state is then in fp32, and that of `parameter`.
+    The optimizer must treat each parameter separately. Its state is then in fp32 and belongs to `parameter`.
     """
     assert parameter.grad is not None
     master = torch.nn.Parameter(parameter.detach().float())
@@ -276,9 +277,9 @@ def start_average(parameters: Tensors) -> dict[str, torch.Tensor]:
 
 
 def average_decay(decay: float, step: int) -> float:
-    """Return how much of the average the step with number `step`, from 0 on, keeps.
+    """Return the decay of the average in step number `step`, which begins at 0.
 
-    min(decay, (1 + step) / (10 + step)), so that the average of a short run is not that of its start (TensorFlow's
+    min(decay, (1 + step) / (10 + step)), so that a short run does not average its first weights (TensorFlow's
     ExponentialMovingAverage, diffusers' EMAModel).
     """
     return min(decay, (1 + step) / (10 + step))
@@ -301,7 +302,7 @@ def averaged_weights(parameters: Tensors, average: Tensors) -> Iterator[None]:
 
 @contextmanager
 def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give `parameters` back the values that they have now, bit for bit; they lie in the CPU's memory meanwhile."""
+    """Restore the values of `parameters` after the context, bit for bit. Inside it, copies are in the CPU's memory."""
     parameters = list(parameters)
     kept = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
     try:

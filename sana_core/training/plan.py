@@ -1,7 +1,7 @@
-"""What a training run takes, before anything is loaded: bytes stage by stage, and the time of its steps.
+"""The memory of each stage of a training run, and the time of its steps, before anything is loaded.
 
-The time is predicted from the operations, and on no GPU measured: a GPU is taken to reach REACHED of what it computes
-at most, as large models do in training; encoding, validation and what GPUs send each other are not counted.
+The time is predicted from the operations and was not measured on a GPU. A GPU is assumed to reach REACHED of its peak,
+as large models do in training. Encoding, validation and communication between GPUs are not counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .memory_model import (
 from .run_log import clock
 from .settings import CONSISTENCY, Phase, TrainingSettings
 
-# copies in fp32 of the largest weight while an adapter is added to it
+# Copies of the largest weight in fp32 while an adapter is added to it.
 MERGED_COPIES = 2
 # Models for latents with this many columns or rows certainly have a position embedding.
 EMBEDDED = 4096 // DOWNSCALE
@@ -60,11 +60,11 @@ GPUS = {"H100": 989.0, "RTX 4090": 165.0}
 
 
 class Base(NamedTuple):
-    """What a plan knows of the models of a run."""
+    """The models of a run, as far as a plan needs them."""
 
     model: Architecture
-    shapes: Shapes  # of the transformer's weights
-    resolution: int | None  # pixels that the transformer was trained at, None where they are those of the run
+    shapes: Shapes  # Shapes of the transformer's weights.
+    resolution: int | None  # The training size of the transformer in pixels. None: the resolution of the run.
     text_parameters: int
     autoencoder_parameters: int
     encoder: Stages
@@ -76,9 +76,9 @@ class Stage(NamedTuple):
     """Bytes on the GPU at once in one stage of a run."""
 
     name: str
-    weights: int  # of the models, the adapter's too
-    state: int  # gradients, the optimizer's state and the moving average, as far as they are there
-    work: int  # everything else, at the stage's peak
+    weights: int  # Weights of the models and of the adapter.
+    state: int  # Gradients, the optimizer's state and the moving average.
+    work: int  # Everything else, at the peak of the stage.
 
     @property
     def bytes(self) -> int:
@@ -96,15 +96,14 @@ class Plan(NamedTuple):
 
     @property
     def card(self) -> int:
-        """Bytes of the GPU that it needs, the driver's among them."""
+        """Bytes of the GPU, including the driver."""
         return self.largest.bytes + CONTEXT
 
 
 def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report | None = None) -> Base:
-    """Return what a plan has to know of the models of `settings`; only headers and configurations are read.
+    """Read the headers and configurations of the models of `settings`.
 
-    Before the plan counts a step, it calls `poll`, which may cancel, and `report`.
-    Raises CheckpointError, MissingFileError or ReadError for what is no SANA or not all of one.
+    The plan calls `poll`, which may cancel, and `report` before it counts a step.
     """
 
     def part(kind: str) -> Checkpoint:
@@ -128,11 +127,11 @@ def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report |
 
 
 def plan_training(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Plan:
-    """Return what a run with checked `settings` on the models of `base` takes of an accelerator, or of the CPU.
+    """Return the memory of a run with checked `settings`, on an accelerator or on the CPU.
 
-    A stage's work is the least that it can do with: where there is more room, latents are encoded and images decoded
-    in larger strips. Captions are counted with their most tokens, images with the largest shape at their resolution.
-    Raises InputError for the consistency loss, which is in no table.
+    The work of a stage is the least with which it can run. With more memory, latents are encoded and images decoded in
+    larger strips. Captions count with the largest number of tokens, images with the largest shape at their resolution.
+    Raises InputError for the consistency loss.
     """
     if settings.loss.kind == CONSISTENCY:
         raise InputError("loss: got consistency, which --plan does not support, expected flow; train without --plan")
@@ -161,15 +160,14 @@ def latents_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> 
 
 
 class Encoding(NamedTuple):
-    """Bytes of what encodes images and captions while a model learns."""
+    """Bytes of the encoders of a run that streams."""
 
-    weights: int
-    work: int  # at the peak
+    weights: int  # Weights of both encoders.
+    work: int  # The larger peak of the two.
 
 
 def streaming(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Encoding:
-    """Return what encoding adds to a run that streams: the weights of both encoders, and the most bytes that either
-    works with; nothing of a run that does not."""
+    """Return the memory that encoding adds to a training step. It is zero for a run that does not stream."""
     if not settings.stream:
         return Encoding(0, 0)
     stages = captions_stage(settings, base), latents_stage(settings, base, accelerator)
@@ -280,16 +278,19 @@ def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) 
 
 
 def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
-    """Return what a ControlNet adds to `transformer_bytes`: its residuals, and the keys and values of its blocks, of
-    prompt and negative prompt."""
+    """Return the bytes that a ControlNet adds to `transformer_bytes`: its residuals, and the keys and values of its
+    blocks for prompt and negative prompt."""
     residuals = (blocks + 1) * batch * 2 * height * width
     prompts = 2 * blocks * 2 * MAX_TOKENS
     return (residuals + prompts) * model.width * dtype.itemsize
 
 
 def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int:
-    """Return the operations of a step of `phase`, a product and its sum being two: the forward, once more with gradient
-    checkpointing, the gradients of what every layer takes in, and those of the weights that are trained."""
+    """Return the operations of a step of `phase`. A product and its sum are two operations.
+
+    The step has the forward, a second forward with gradient checkpointing, the gradients of the inputs of every layer,
+    and the gradients of the trained weights.
+    """
     sizes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
     mean = sum(image_operations(settings, base, width * height) for width, height in sizes) / len(sizes)
     return round(mean * phase.batch * phase.accumulate)
@@ -300,7 +301,7 @@ def image_operations(settings: TrainingSettings, base: Base, cells: int) -> floa
     method, width, layers = settings.method, base.model.width, base.model.layers
     forwards = 2 if settings.checkpoint_gradients else 1
     once = cells * position_flops(width, layers)
-    # of the text, whose keys and values training computes each time, nothing below them learns but in a full training
+    # Training computes keys and values of the text in each step. Only full training has gradients below them.
     text = 2 * MAX_TOKENS * (TEXT_WIDTH * width + width**2 + 2 * layers * width**2)
     if method.kind == "full":
         return (forwards + 2) * (once + text)
@@ -312,7 +313,7 @@ def image_operations(settings: TrainingSettings, base: Base, cells: int) -> floa
 
 
 def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> list[str]:
-    """Return what the steps of each phase take on `cards` of GPUS."""
+    """Return the time of the steps of each phase on `cards` GPUs of each kind in GPUS."""
     lines = []
     for number, phase in enumerate(settings.phase, 1):
         operations = step_operations(settings, base, phase)

@@ -54,7 +54,7 @@ class Product(torch.autograd.Function):
 
 
 class EightBitLinear(torch.nn.Linear):
-    """A linear layer with its weight in 8 bits; of its class, which peft asks for."""
+    """A linear layer with its weight in 8 bits. peft requires the class Linear."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -68,7 +68,7 @@ class EightBitLinear(torch.nn.Linear):
 
 
 class EightBitPointwise(torch.nn.Conv2d):
-    """A convolution of 1x1 with its weight in 8 bits; of its class, which peft asks for."""
+    """A 1x1 convolution with its weight in 8 bits. peft requires the class Conv2d."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -112,7 +112,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Layout:
-    """Divide `models` among `ranks` as `settings.parallel` says, if a launcher has started them."""
+    """Divide `models` among `ranks` by `settings.parallel`, if a launcher has started them."""
     if not ranks.launched:
         return Layout(ranks)
     if settings.parallel.kind == DDP:
@@ -278,7 +278,7 @@ def list_classes(model: nn.Module) -> str:
 
 
 def parts_outside(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules besides blocks that are divided: the transformer itself, or a ControlNet's projections.
+    """Return the sharded modules other than blocks: the transformer itself, or a ControlNet's projections.
 
     A ControlNet and its transformer share the embeddings around their blocks and call them directly, so the embeddings
     stay whole.

@@ -1,7 +1,7 @@
 """A run's folder and its saved states. A run resumes from the newest state. Each state is complete or does not exist.
 
 out/run.json              the config, and the digests of the LoRAs and weights that the run has published
-out/steps/step-0000500/   state.safetensors  what is trained, the optimizer's state, the moving average
+out/steps/step-0000500/   state.safetensors  the trained weights, the optimizer's state, the moving average
                           state.json         the progress, the config, the digests of all files
                           shards/            in place of state.safetensors if several processes have written the state
                           the LoRA, or the folder with the weights, for other programs

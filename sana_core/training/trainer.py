@@ -184,10 +184,10 @@ def train(
     is the best validation of the last phase, or without validations the last step.
 
     `report` receives the line of the log of each step and validation, and at the end the line of the best validation
-    again, with the phase's first validation loss as "first". `progress` receives what is being prepared and how much of
-    it is done. `show` receives the images of each validation. `poll` is called at least once a step. Each callback
-    cancels the run by raising an error. The same call then resumes it. `ranks` are the processes that train together.
-    All of them call this function.
+    again, with the phase's first validation loss as "first". `progress` receives the name of a preparation, its
+    finished parts, and their total number. `show` receives the images of each validation. `poll` is called at least
+    once a step. Each callback cancels the run by raising an error. The same call then resumes it. `ranks` are the
+    processes that train together. All of them call this function.
 
     Raises InputError for data or settings that cannot be used or that differ between ranks, InUseError for a folder in
     which another run writes, TrainingError for a loss that is not finite, and CheckpointError or MissingFileError for a
