@@ -252,8 +252,8 @@ def training_stage(
 
 def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
     """Return the stage that generates the prompts while the trained model, and the optimizer's state, stay."""
-    own, kept = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
-    trained = kept.step.elements
+    own, local = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
+    trained = local.step.elements
     dtype = getattr(torch, settings.dtype)
     side = settings.phase[-1].resolution
     width, height = (own.width or side) // DOWNSCALE, (own.height or side) // DOWNSCALE
@@ -274,7 +274,7 @@ def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) 
     if settings.method.kind == "controlnet":
         sampling += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
     copies += streaming(settings, base, accelerator).weights
-    return Stage("validation's images", kept.weights + copies, kept.state, max(sampling, decoding))
+    return Stage("validation's images", local.weights + copies, local.state, max(sampling, decoding))
 
 
 def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
@@ -317,14 +317,14 @@ def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> li
     lines = []
     for number, phase in enumerate(settings.phase, 1):
         operations = step_operations(settings, base, phase)
-        found = []
+        times = []
         for name, tflops in GPUS.items():
             seconds = operations / (tflops * 1e12 * REACHED * cards)
             total = "" if phase.steps is None else f", {clock(max(1.0, seconds * phase.steps))} in all"
             duration = f"{seconds:.2g} s" if seconds >= 0.01 else "less than 0.01 s"
-            found.append(f"{duration} on {f'{cards} {name}s' if cards > 1 else f'one {name}'}{total}")
+            times.append(f"{duration} on {f'{cards} {name}s' if cards > 1 else f'one {name}'}{total}")
         speed = f"at {REACHED * 100:.0f} % of the speed"
-        lines.append(f"phase {number}: a step of {operations / 1e12:.3g} TFLOP takes {'; '.join(found)} ({speed})")
+        lines.append(f"phase {number}: a step of {operations / 1e12:.3g} TFLOP takes {'; '.join(times)} ({speed})")
     return lines
 
 
@@ -334,7 +334,7 @@ def measured_seconds(settings: TrainingSettings, base: Base, device: torch.devic
     reached = REACHED * 2 * SIDE**3 / seconds_of(lambda: square @ square, [device])
     seconds = 0.0
     for phase in settings.phase:
-        left = max(0, (phase.steps or 0) - done)
+        remaining = max(0, (phase.steps or 0) - done)
         done = max(0, done - (phase.steps or 0))
-        seconds += left * step_operations(settings, base, phase) / reached
+        seconds += remaining * step_operations(settings, base, phase) / reached
     return seconds

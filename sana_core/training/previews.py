@@ -156,18 +156,18 @@ def write_sheet(out: Path, parts: Path) -> None:
     file, lines = out / SHEET, read_log(out)
     with writing(file):
         check_own(file)
-        found = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
+        images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
     best = best_step(lines)
-    steps, rows = columns_of(sorted({step for step, _ in found}), best), sorted({row for _, row in found})
+    steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})
     thumbs = {}
-    for (step, row), path in found.items():
+    for (step, row), path in images.items():
         if step in steps:
             # A folder or another file with that name gets an empty cell.
             with suppress(SanaError):
                 thumbs[step, row] = decode_image(read_range(FileRange(path), path.name), path.name)
                 thumbs[step, row].thumbnail((SIDE, SIDE))
-    width = max((each.width for each in thumbs.values()), default=SIDE)
-    height = max((each.height for each in thumbs.values()), default=SIDE)
+    width = max((thumb.width for thumb in thumbs.values()), default=SIDE)
+    height = max((thumb.height for thumb in thumbs.values()), default=SIDE)
     size = max(len(steps), 3) * (width + GAP) + GAP, HEAD + len(rows) * (height + GAP) + CURVES
     sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -194,12 +194,12 @@ def check_own(file: Path) -> None:
 
     try:
         with Image.open(file) as image:
-            own = MARK in image.info
+            is_own_sheet = MARK in image.info
     except FileNotFoundError:
         return
     except (UnidentifiedImageError, IsADirectoryError):
-        own = False
-    if not own:
+        is_own_sheet = False
+    if not is_own_sheet:
         raise stranger(file)
 
 
@@ -213,9 +213,9 @@ def best_step(lines: Sequence[Line]) -> int | None:
     """Return the step of the lowest validation loss in the log's last phase. The untrained model does not count."""
     phases = [(line["phase"], line["step"]) for line in lines if "phase" in line]
     began = max((step for phase, step in phases if phase != phases[-1][0]), default=0)
-    own = [line for line in lines if "validation_loss" in line and line["step"] > began]
-    found = [(line["validation_loss"], line["step"]) for line in own]
-    return min(found)[1] if found else None
+    validations = [line for line in lines if "validation_loss" in line and line["step"] > began]
+    losses = [(line["validation_loss"], line["step"]) for line in validations]
+    return min(losses)[1] if losses else None
 
 
 def columns_of(steps: Sequence[int], best: int | None) -> list[int]:

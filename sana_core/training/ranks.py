@@ -126,15 +126,15 @@ class Ranks(NamedTuple):
         communicate: if one rank failed in it, the others would wait there for ever.
         """
         error = None
-        found: list[T] = []
+        results: list[T] = []
         try:
-            found.append(action())
+            results.append(action())
         except BaseException as raised:
             if self.size == 1:
                 raise
             error = raised
         self.agree(error)
-        return found[0]
+        return results[0]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T | None:
         """Run `action` on the first rank while the others wait. Returns its result there, None on the others."""
@@ -182,13 +182,13 @@ def joined(device: str) -> Iterator[Ranks]:
     `device` is the setting of that name. If a machine has several accelerators, each of its ranks takes another one. If
     a rank dies or does not come, the TrainingError names it.
     """
-    found = launched()
-    if found is None or found[1] == 0:
+    launch = launched()
+    if launch is None or launch[1] == 0:
         say_unused()
-    if found is None:
+    if launch is None:
         yield ALONE
         return
-    store, rank, count = found
+    store, rank, count = launch
     attempt = meet(store, rank, count)
     store = torch.distributed.PrefixStore(attempt, store)
     heartbeat = Heartbeat(store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
@@ -464,15 +464,15 @@ class Heartbeat:
 
     def silent(self, ranks: Iterable[int]) -> str:
         """Return as text the names of the `ranks` that have not beaten for LOST seconds."""
-        found, now = [], time.monotonic()
+        silent_ranks, now = [], time.monotonic()
         for rank in ranks:
             key = f"{BEATS}/{rank}"
             number = self.store.get(key) if self.store.check([key]) else b""
             if rank not in self.seen or self.seen[rank][0] != number:
                 self.seen[rank] = number, now
             elif now - self.seen[rank][1] > LOST:
-                found.append(self.store.get(f"{NAMES}/{rank}").decode())
-        return f"lost {' and '.join(found)}" if found else ""
+                silent_ranks.append(self.store.get(f"{NAMES}/{rank}").decode())
+        return f"lost {' and '.join(silent_ranks)}" if silent_ranks else ""
 
 
 def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:

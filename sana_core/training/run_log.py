@@ -94,11 +94,11 @@ def read_log(out: Path) -> list[Line]:
     for text in patiently(file.read_bytes).split(b"\n") if file.exists() else ():
         try:
             line = json.loads(text)
-            found = [line[name] for name in ("loss", "validation_loss") if name in line]
-            known = type(line["step"]) is int and [type(each) for each in found] == [float]
+            losses = [line[name] for name in ("loss", "validation_loss") if name in line]
+            is_line = type(line["step"]) is int and [type(loss_value) for loss_value in losses] == [float]
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        if known:
+        if is_line:
             while lines and order(lines[-1]) >= order(line):
                 lines.pop()
             lines.append(line)

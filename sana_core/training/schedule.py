@@ -200,7 +200,7 @@ def hold_out(samples: Sequence[Sample], variants: dict[int, list[int]], fraction
 
 def digest_data(order: object, contents: object) -> str:
     """Return a digest of the `order` in which samples are learned, and one of their `contents`. None: unknown."""
-    return "-".join(digest_json(each) if each is not None else "" for each in (order, contents))
+    return "-".join(digest_json(value) if value is not None else "" for value in (order, contents))
 
 
 def same_epochs(first: str, second: str) -> bool:
@@ -247,13 +247,13 @@ def plan(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[Group]:
 
 def all_steps_left(settings: TrainingSettings, data: Sequence[PhaseData], progress: TrainProgress) -> int:
     """Return how many steps there are from `progress` to the end."""
-    left = 0
+    remaining = 0
     for number in range(progress.phase, len(data)):
         phase = settings.phase[number]
         # Every epoch has the same images, and so the same number of steps.
         count = len(plan(phase, data[number], settings.seed, 0))
-        left += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
-    return left
+        remaining += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
+    return remaining
 
 
 def choose(samples: Sequence[Sample], indices: Sequence[int], seed: int, epoch: int) -> int:
@@ -301,10 +301,10 @@ def learning_rate(phase: Phase, progress: TrainProgress) -> float:
         return phase.learning_rate * (1 - progress.done)
     if phase.schedule == "polynomial":
         return phase.learning_rate * (1 - progress.done) ** phase.power
-    done = progress.done
-    if phase.schedule == "cosine_with_restarts" and done < 1:
-        done = done * phase.cycles % 1
-    return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    finished_share = progress.done
+    if phase.schedule == "cosine_with_restarts" and finished_share < 1:
+        finished_share = finished_share * phase.cycles % 1
+    return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * finished_share))
 
 
 def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgress:
@@ -313,21 +313,21 @@ def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgre
     The remaining part of the rate's schedule is divided evenly among the remaining steps. So the rate has no jump if a
     resumed run has more or fewer steps, because of another batch, more images or epochs.
     """
-    done, left = progress.done, steps_left(phase, progress, count)
+    finished_share, left = progress.done, steps_left(phase, progress, count)
     # The last step does not end the schedule. A finished run that gets more steps continues at its last rate.
     if progress.phase_step >= phase.warmup and left > 1:
-        done = min(1.0, done + (1 - done) / left)
+        finished_share = min(1.0, finished_share + (1 - finished_share) / left)
     return progress._replace(
-        step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=done
+        step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=finished_share
     )
 
 
 def steps_left(phase: Phase, progress: TrainProgress, count: int) -> int:
     """Return the number of steps of `phase` after `progress`, in epochs of `count` steps. 0 after its end."""
-    done, total = progress.phase_step, phase.steps
+    finished, total = progress.phase_step, phase.steps
     if total is None:
-        done, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
-    return max(0, total - done)
+        finished, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
+    return max(0, total - finished)
 
 
 def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:

@@ -136,8 +136,8 @@ def replicate(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     # No buffer changes in training. torch 2.14 has renamed the argument.
-    known = signature(DistributedDataParallel.__init__).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments = signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
     return DistributedDataParallel(Step(model), gradient_as_bucket_view=True, **{buffers: False})  # type: ignore[arg-type]
 
 
@@ -154,11 +154,11 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
             f"parallel: fsdp needs torch 2.9 or newer, got {torch.__version__}; update it, or choose ddp"
         )
     empty: dict[int, Any] = {
-        id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad)
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for model in models
-        for each in model.parameters()
+        for parameter in model.parameters()
     }
-    whole = copy.deepcopy(list(models), empty)
+    unsharded = copy.deepcopy(list(models), empty)
     device = ranks.device
     assert device is not None
     options = fsdp_options(settings, device, ranks)
@@ -179,9 +179,11 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
             if isinstance(module, fsdp.FSDPModule):
                 # gloo has returned sums as means of a reduce-scatter (pytorch issue 162338). Sums are right everywhere.
                 module.set_force_sum_reduction_for_comms(True)
-    trained: dict[str, Any] = {name: each for name, each in models[-1].named_parameters() if each.requires_grad}
+    trained: dict[str, Any] = {
+        name: parameter for name, parameter in models[-1].named_parameters() if parameter.requires_grad
+    }
     check_sharded(trained, settings.parallel.block)
-    return Shards(trained, models, whole, mesh if device.type == "cpu" else make_mesh("cpu", settings, ranks))
+    return Shards(trained, models, unsharded, mesh if device.type == "cpu" else make_mesh("cpu", settings, ranks))
 
 
 def row_slices(rows: int, parts: int) -> list[slice]:
@@ -219,11 +221,11 @@ def materialize_params(module: nn.Module, replacements: dict[nn.Parameter, nn.Pa
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if parameter not in replacements:
-                whole = parameter.detach()
-                if whole.is_meta:
-                    whole = torch.empty_like(whole, device="cpu")
-                torch.distributed.broadcast(whole, src=0)
-                replacement = nn.Parameter(whole.to(device), parameter.requires_grad)
+                full = parameter.detach()
+                if full.is_meta:
+                    full = torch.empty_like(full, device="cpu")
+                torch.distributed.broadcast(full, src=0)
+                replacement = nn.Parameter(full.to(device), parameter.requires_grad)
                 replacements[parameter] = replacements[replacement] = replacement
             owner._parameters[name] = replacements[parameter]
 
@@ -259,8 +261,8 @@ def fsdp_options(settings: TrainingSettings, device: torch.device, ranks: Ranks)
 def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
     """Return the modules of the class `name`. Empty: SANA's blocks."""
     kind = type(models[0].transformer_blocks[0]).__name__  # type: ignore[index,union-attr]
-    wanted = kind if name in BLOCKS else name
-    found = [module for model in models for module in model.modules() if type(module).__name__ == wanted]
+    class_name = kind if name in BLOCKS else name
+    found = [module for model in models for module in model.modules() if type(module).__name__ == class_name]
     if not found:
         raise InputError(f"block: got {name:.60}, expected one of {list_classes(models[0])}; {kind} is the default")
     return found
@@ -293,9 +295,11 @@ def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
     """Raise InputError if a trained weight is not divided, because its gradients would not be summed."""
     from torch.distributed.tensor import DTensor
 
-    left = [key for key, parameter in trained.items() if not isinstance(parameter, DTensor)]
-    if left:
-        raise InputError(f"block: got {name:.60}, which leaves {left[0]:.80} whole on each rank; choose {BLOCKS[-1]}")
+    unsharded = [key for key, parameter in trained.items() if not isinstance(parameter, DTensor)]
+    if unsharded:
+        raise InputError(
+            f"block: got {name:.60}, which leaves {unsharded[0]:.80} whole on each rank; choose {BLOCKS[-1]}"
+        )
 
 
 def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:
@@ -309,13 +313,14 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
         count = sum(parameter.numel() for parameter in parameters.values())
         return f"DDP over {backend}: {ranks.size} processes, {count:,} trained parameters, all of them on each"
     modules = {module for model in shards.models for module in model.modules()}
-    everything = {parameter for model in shards.models for parameter in model.parameters()}
-    blocks, whole = sum(isinstance(module, FSDPModule) for module in modules), sum(each.numel() for each in everything)
-    here = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in everything)
-    offloaded = any(each.device.type == "cpu" for each in parameters.values()) and device.type != "cpu"
+    held = {parameter for model in shards.models for parameter in model.parameters()}
+    blocks = sum(isinstance(module, FSDPModule) for module in modules)
+    total = sum(parameter.numel() for parameter in held)
+    local = sum((parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel() for parameter in held)
+    offloaded = any(parameter.device.type == "cpu" for parameter in parameters.values()) and device.type != "cpu"
     return (
-        f"FSDP over {backend}: {ranks.size} processes, {blocks} gathered modules, {whole:,} parameters, of which "
-        f"{here:,} lie on this one" + (", in the memory of the CPU" if offloaded else "")
+        f"FSDP over {backend}: {ranks.size} processes, {blocks} gathered modules, {total:,} parameters, of which "
+        f"{local:,} lie on this one" + (", in the memory of the CPU" if offloaded else "")
     )
 
 
@@ -332,13 +337,13 @@ def gather(
         filled = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or not trained_alone:
-                whole = parameter.detach()
+                full = parameter.detach()
                 if parameter.requires_grad and dtype is not None:
                     # Converted before it is gathered, so that no rank holds it in both dtypes.
-                    whole = whole.to(dtype)
-                whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                    full = full.to(dtype)
+                full = full.full_tensor() if hasattr(full, "full_tensor") else full
                 if first:
-                    filled[name] = whole.to(device, copy=True)
+                    filled[name] = full.to(device, copy=True)
         if first:
             models[number].load_state_dict(filled, strict=False, assign=True)
     for module in (module for model in models for module in model.modules()):
