@@ -25,6 +25,23 @@ def test_our_schedule_and_sampler_in_core_s_custom_sampling_equal_sana_sampler(h
     torch.testing.assert_close(latent(host, custom_graph(sampler)), ours, atol=1e-5, rtol=0)
 
 
+def test_a_sampler_that_another_pack_wraps_generates_the_same_image(host, custom_graph):
+    """Packs such as Detail Daemon call `sampler_function` of a SAMPLER themselves."""
+    import comfy.samplers
+
+    graph = custom_graph("flow_euler")
+    expected = latent(host, graph)
+    graph["catch sampler"] = ("Catch", {"value": ["select", 0], "name": "sampler"})
+    ours = host.run(graph)["sampler"]
+
+    def wrapped(model, x, sigmas, extra_args=None, callback=None, disable=None):
+        arguments = {"extra_args": extra_args, "callback": callback, "disable": disable}
+        return ours.sampler_function(model, x, sigmas, **arguments, **type(ours)("flow_euler").extra_options)
+
+    graph["select"] = ("AnyValue", {"value": comfy.samplers.KSAMPLER(wrapped)})
+    torch.testing.assert_close(latent(host, graph), expected, atol=2e-2, rtol=0)
+
+
 def test_the_scheduler_gives_the_sigmas_with_the_shift_of_the_model(host, custom_graph):
     graph = custom_graph()
     graph["shift"] = ("ModelSamplingSD3", {"model": ["load", 0], "shift": 6.0})

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-# of a LATENT: the seed that its batch_index is counted from
+# The key of a LATENT with the seed from which its batch_index counts.
 SEED = "sana_seed"
 
 
@@ -46,21 +46,22 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
         # A guider can call this method with any MODEL.
-        transformer = require_sana(model_wrap.inner_model).diffusion_model
-        check_sampler(transformer.config, self.name)
-        self.extra_options = {"reference": reference_of(transformer)}
-        # a video's given frames are kept by the mask, and what is behind it is empty
+        check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
+        self.extra_options = {}
+        # The mask keeps the given frames of a video. Latents behind the mask are empty.
         free = latent_image if denoise_mask is None or latent_image is None else latent_image * denoise_mask
         if free is not None and not free.any():
-            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1; what the host multiplies
-            # by that again is not always the same bits
-            # ModelNoiseScale, which hosts before 0.30 may not have
+            # SANA starts from the noise itself, although its first sigma is 0.9997 and not 1. Dividing and multiplying
+            # by that sigma does not always give the same bits. Hosts before 0.30 may have no noise_scale.
             self.extra_options["start"] = noise * getattr(model_wrap.inner_model.model_sampling, "noise_scale", 1.0)
             noise = noise / sigmas[0]
         return super().sample(model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *args)
 
-    def run(self, model, x, sigmas, extra_args, callback, disable, reference, start=None):
-        """KSAMPLER calls this. ComfyUI has added noise to `x`. `start` takes its place. Polls cancel in every step."""
+    def run(self, model, x, sigmas, extra_args, callback, disable, start=None):
+        """Called by KSAMPLER, or by a SAMPLER of another pack that wraps this one. Polls cancel in every step.
+
+        `x` is the latent with ComfyUI's noise. If `start` is set, it is used instead of `x`.
+        """
         x = x if start is None else start
         options = {**extra_args["model_options"]["transformer_options"], WHOLE_TIMESTEPS: self.sampler.whole_timesteps}
 
@@ -69,7 +70,8 @@ class FlowSampler(comfy.samplers.KSAMPLER):
             step = {**extra_args["model_options"], "transformer_options": {**options, SIGMA: sigma}}
             return model(x, sigmas.new_full((len(x),), sigma), **{**extra_args, "model_options": step})
 
-        # the first noise of the seed is what the image started from
+        reference = reference_of(require_sana(model.inner_model.inner_model).diffusion_model)
+        # The image starts from the first noise of the seed, so scm continues with the second.
         noise = self.noise or islice(noise_stream(x, extra_args["seed"] or 0), 1, None)
         with tqdm(total=len(sigmas) - 1, disable=disable) as bar:
 
@@ -108,7 +110,7 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
 def model_shift(sampling) -> float:
     """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
     check_flow(sampling)
-    # ModelSamplingFlux has its logarithm
+    # The shift of ModelSamplingFlux is a logarithm.
     return math.exp(sampling.shift) if isinstance(sampling, ModelSamplingFlux) else sampling.shift
 
 
