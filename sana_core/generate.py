@@ -111,6 +111,9 @@ def generate(
         refuse_inputs(options, "cluster")
     backend = find_backend(cluster, options.get("say", no_status), split)
     images = count if best is None else best.of
+    if cluster is not None and best is None:
+        # No device of this machine takes part.
+        devices = None
     request = make_request(prompts, checkpoint, settings, seed, images, devices, cluster is not None, options)
     if best is None:
         return collect(backend, request)

@@ -12,8 +12,9 @@ from ..batch.pipeline import Request
 from ..batch.plan import Chunk, FailedImage, Generated, Workload
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
+from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import fingerprint
-from ..errors import ClusterError
+from ..errors import ClusterError, InputError
 from ..runtime.accelerator import is_out_of_memory
 from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
@@ -28,9 +29,14 @@ from .worker import Job
 def make_job(request: Request) -> Job:
     """Return the job for the actors. The checkpoint is at the same path on every machine.
 
-    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded.
+    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded, and InputError for a
+    part of a checkpoint or its moving average, which a path does not identify.
     """
     path = str(request.checkpoint.path.absolute())
+    if inspect_checkpoint(path) != request.checkpoint:
+        raise InputError(
+            "checkpoint: got a part or a moving average for a cluster, expected a whole file or folder; convert it"
+        )
     weights = {path: fingerprint(request.checkpoint)}
     weights |= {file: fingerprint(file) for file, _ in request.settings.loras}
     return Job(request.settings, weights, path, path, path, prompts=request.workload.count_prompts())
