@@ -89,10 +89,10 @@ class ResolvedSettings(SamplingSettings):
 
 
 class Request(NamedTuple):
-    """Everything that `prepare` has checked and resolved before anything is loaded. Nobody below does so again.
+    """Everything that `prepare` has checked and resolved before anything is loaded.
 
-    Each way of generating takes a Request and yields its images: `generate_local`, `generate_split` and
-    `generate_on_cluster` encode, sample and decode with the same functions of this file.
+    Each way of generating takes a Request, does not check it again, and yields its images: `generate_local`,
+    `generate_split` and `generate_on_cluster` encode, sample and decode with the same functions of this file.
     """
 
     workload: Workload

@@ -58,7 +58,7 @@ def hidden_width(headers: Headers) -> int:
 
 def unknown_width(name: str, width: int, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{name}: got width {width}, expected {expected}, for weights do not tell the number of attention "
+        f"{name}: got width {width}, expected {expected}, because the weights do not determine the number of attention "
         "heads; put the model's config.json beside the file"
     )
 
@@ -91,7 +91,7 @@ def transformer_config(name: str, headers: Headers) -> Json:
 
 
 def controlnet_config(name: str, headers: Headers) -> Json:
-    """Return SanaControlNetModel's configuration, without the resolution. It has two arguments less."""
+    """Return SanaControlNetModel's configuration, without the resolution. It has no guidance_embeds and no qk_norm."""
     config = transformer_config(name, headers)
     return {key: value for key, value in config.items() if key not in ("guidance_embeds", "qk_norm")}
 

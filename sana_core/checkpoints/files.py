@@ -43,7 +43,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
-    """Open `file` and return the stream and the size in bytes.
+    """Open `file`. Yields the stream and the size in bytes.
 
     Refuse anything but a regular file, because opening a pipe would wait for ever. Refuse the files that a browser or
     git stores in place of a model.

@@ -141,7 +141,7 @@ def lora_of(text: str) -> tuple[str, float]:
 
 
 def devices_of(arguments: argparse.Namespace) -> list[torch.device] | None:
-    """Return the devices that generate, None for a cluster. Only this call warns of devices that do not exist."""
+    """Return the devices that generate, None for a cluster. It warns of missing devices, so call it once."""
     return None if arguments.cluster is not None else local_devices(arguments.devices)
 
 

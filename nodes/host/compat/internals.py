@@ -133,8 +133,8 @@ def pixeldit_tokenizer(tokenizer: object) -> tuple[Callable[[str], list[int]], i
 def patches_of(patcher: ModelPatcher) -> set[str]:
     """Return the names of all patches of a MODEL by ComfyUI or a pack, except patches of its weights.
 
-    A newer ComfyUI may have other kinds of patches. Every collection counts that is empty in a new patcher, but not in
-    this one.
+    A newer ComfyUI may have other kinds of patches. Each collection that is empty in a new patcher and not in this one
+    counts as a patch.
     """
     options = dict(patcher.model_options)
     names = {*options.pop("transformer_options"), *options, *patcher.object_patches, *patcher.weight_wrapper_patches}

@@ -25,8 +25,8 @@ WEIGHTS = "diffusion_model."
 
 # Patches of the loader. Training uses the same ones.
 LOADED = {CORE_NODES, KEEP, SHARED_MASK, SPRINT}
-# Patches that do not prevent a cluster: it has the loader's patches, receives the settings of guidance as attachments,
-# and generates the same images without SANA Split Image and MultiGPU CFG Split.
+# Patches of a MODEL with which a cluster can generate. It has the loader's patches, receives the settings of guidance
+# as attachments, and generates the same images without SANA Split Image and MultiGPU CFG Split.
 TRAVELLING = LOADED | {INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
 
 
