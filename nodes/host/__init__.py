@@ -1,1 +1,1 @@
-"""The only code that knows ComfyUI's internals: how a sana_core object becomes a MODEL, CLIP or VAE, and is run."""
+"""The only code that uses ComfyUI's internals. It turns objects of sana_core into MODEL, CLIP and VAE."""

@@ -30,7 +30,7 @@ def draw_plan(
         gpu = gpu_of(memory, comfy.model_management.should_use_bf16(device))
     sentence, fitting = answer(gpu, variant, width, height, batch_size, vae)
     plan = fitting.plan
-    # SANA Decode takes the strips of usual size where they fit, and smaller ones elsewhere.
+    # SANA Decode uses strips of the usual size if they fit, else smaller strips.
     decode = plan["decode"]
     if decode["weights"] + decode["activations"] > gpu.usable:
         decode = {**decode, "activations": decode["methods"]["smallest"] or 0}

@@ -60,7 +60,7 @@ def generate_on_cluster(
       machine has written there. A machine that cannot write there is left out.
     - a FailedImage, if the image has NaN or infinity
 
-    `report` shows the workers. `on_status` receives what the run waits for.
+    `report` shows the workers. `on_status` receives a text when the run waits.
 
     Raises the errors of `make_job`, InputError if Ray is not installed, ClusterError if no cluster or no GPU of it can
     be reached, and the error of a machine if none is left.

@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CLIENT = "ray://"
-# what a run is called among the cluster's jobs
+# The namespace and the job name of a run in the cluster.
 NAMESPACE = "sana"
-# GPUs of a run, or processes on one
+# The most GPUs of a run, and the most processes on one GPU.
 LARGEST = 10_000
 
 
 class ClusterSettings(NamedTuple):
-    """Which Ray cluster generates, with how much of it, and how long a run waits for it.
-
-    A run takes at most `gpus` GPUs, all without it, and each of its processes asks Ray for `gpus_per_worker` and for
-    the custom `resources`, amounts by name. No chunk is thought to hang before `grace` seconds; `wait` are those for a
-    first actor, or for another after the last one died, to be placed on a machine.
-    """
+    """A Ray cluster, the part of it that a run may use, and the timeouts of a run."""
 
     address: str = "auto"
+    # The most GPUs of a run. None: all.
     gpus: int | None = None
+    # GPUs that each actor reserves. Below 1, several actors share a GPU.
     gpus_per_worker: float = 1.0
+    # Ray's custom resources that each actor reserves: (name, amount).
     resources: tuple[tuple[str, float], ...] = ()
+    # Seconds before a chunk can count as hanging.
     grace: float = GRACE
+    # Seconds that a run without any actor waits for Ray to place one.
     wait: float = GPU_TIMEOUT
 
     def check(self) -> None:
-        """Raise InputError for numbers out of range, and for what no GPU can be divided into."""
+        """Raise InputError for numbers out of range, and for a `gpus_per_worker` such as 1.5."""
         if self.gpus is not None:
             check_number("gpus", self.gpus, 1, LARGEST)
         check_number("gpus_per_worker", self.gpus_per_worker, 1 / LARGEST, LARGEST)
@@ -58,41 +58,41 @@ class ClusterSettings(NamedTuple):
 
     @property
     def needs(self) -> dict[str, float]:
-        """What an actor needs of a machine, by Ray's names."""
+        """The resources that an actor reserves on its machine, by Ray's names."""
         return {"GPU": self.gpus_per_worker, **dict(self.resources)}
 
     def limit(self, most: int) -> int:
-        """Return how many actors a run that can use `most` may have."""
+        """Return how many actors a run may have that can use at most `most`."""
         return most if self.gpus is None else min(most, max(1, int(self.gpus / self.gpus_per_worker)))
 
 
 @contextmanager
 def connected(address: str, poll: Poll = no_poll, on_status: OnStatus = no_status) -> Iterator[ModuleType]:
-    """A context with ray, this process a driver of the cluster, which Ray ends together with the cluster.
+    """Make this process a driver of the cluster, and disconnect it at the end of the context.
 
-    Whoever was connected before it stays so. `poll`, called twice a second until somebody answers, cancels by raising.
-    Raises InputError where ray is not installed, ClusterError where nobody answers.
+    A process that was connected before stays connected. `poll` is called twice a second until the cluster answers, and
+    cancels by raising. Raises InputError if ray is not installed, and ClusterError if the cluster does not answer.
     """
     ray = import_ray()
     before = ray.is_initialized()
     if not before:
-        # what ray list jobs shows; Ray Client takes none
+        # `ray list jobs` shows this name. Ray Client has no such option.
         options = {**run_options(), "job_config": ray.job_config.JobConfig(metadata={"job_name": NAMESPACE})}
         on_status(f"connecting to the cluster, {address}")
         reach(address, lambda: ray.init(address, **options), lambda context: ray.shutdown(), poll, CONNECT_TIMEOUT)
         if threading.current_thread() is threading.main_thread():
-            # Ray's native handler, now before Python's, prints a stack trace or aborts
+            # Ray has replaced Python's handler by a native one, which prints a stack trace or aborts. Restore it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
         yield ray
     finally:
-        # a process that stays, as a server does, would die with the cluster
+        # Ray ends a connected driver together with the cluster, and this process may continue for long.
         if not before:
             ray.shutdown()
 
 
 def import_ray() -> ModuleType:
-    """Return ray. Raises InputError where it is not installed."""
+    """Return ray. Raises InputError if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -103,15 +103,15 @@ def import_ray() -> ModuleType:
 def connect_client(address: str, poll: Poll = no_poll, on_status: OnStatus = no_status) -> ClientContext:
     """Return the context of a connection through Ray Client, at an address that begins with ray://.
 
-    What is done with ray inside of `with context` goes there, in that thread alone. Its `disconnect` ends it. Polls and
-    raises as `connected` does, and InputError where Ray's client is not installed.
+    Inside of `with context`, calls of ray in that thread use this connection. `context.disconnect()` ends it. `poll`
+    and the errors are as in `connected`. Raises InputError also if Ray's client is not installed.
     """
     ray = import_ray()
     try:
         import grpc  # noqa: F401
     except ImportError:
         raise InputError("cluster: ray is installed without its client; pip install 'ray[client]'") from None
-    # other connections of this process, one that is lost too, are no part of it
+    # This process may have other connections, even a lost one.
     options = {**run_options(), "allow_multiple": True}
     on_status(f"connecting to the cluster, {address}")
     return reach(
@@ -120,10 +120,10 @@ def connect_client(address: str, poll: Poll = no_poll, on_status: OnStatus = no_
 
 
 def run_options() -> Json:
-    """Return what Ray is told of a run: the machines get this very code.
+    """Return the options of `ray.init`, which send this copy of the package to the machines.
 
-    As their working directory: without one Ray puts that of this process before all else on their path, where another
-    checkout may be.
+    The package is in the run's working directory. Without a working directory, Ray puts the current folder of this
+    process first on the machines' import path, and another checkout may be there.
     """
     package = Path(__file__).parents[1]
     excludes = ["/*", "!/.", f"!/{package.name}", "__pycache__"]
@@ -136,13 +136,13 @@ def run_options() -> Json:
 
 
 def reach(address: str, work: Callable[[], T], undo: Callable[[T], object], poll: Poll, timeout: float) -> T:
-    """Return what `work` does, which connects to `address`. Raises ClusterError after `timeout` seconds."""
+    """Connect to `address` with `work`. Returns its result. Raises ClusterError after `timeout` seconds."""
     import ray
 
     try:
         return call_in_thread(work, undo, poll, timeout)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        # Ray's own advice names flags that are not ours
+        # Ray's error recommends command line options that we do not have.
         text = brief(error)
         text = "no Ray runs on this machine" if "Could not find any running Ray instance" in text else text
         raise ClusterError(

@@ -1,7 +1,7 @@
 """The actors of a run: where Ray has placed them, which are ready, and which machines cannot generate.
 
-A pool asks each machine for an actor on each of its GPUs, so that one that cannot start any is known by name, and asks
-for some more besides, so that the cluster's autoscaler sees what is wanted. An actor that dies is replaced.
+A pool requests actors on each machine, up to its number of GPUs. So errors can name a machine that cannot start actors.
+It requests a few more on any machine, so that the cluster's autoscaler adds machines. An actor that dies is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LARGEST_TRIES = 5
 # Actors of a GPU that may fail one after another with an error that they report themselves.
 LARGEST_ERRORS = 2
-# actors that are asked for beside those that the cluster has GPUs for
+# The most actors that are requested on any machine, in addition to one for each free GPU of the cluster.
 AHEAD = 8
 REMEDY = "choose smaller images, dtype bfloat16, fewer processes on each GPU, or GPUs with more memory"
 # By the failure kinds of Actor.call.
@@ -37,7 +37,7 @@ FAILURES = {"memory": MemoryError, "driver": DriverError, "machine": MachineErro
 
 
 class Pool:
-    """The actors of a `run` that have loaded `job`, at most `max_actors`, those of its cache first."""
+    """The actors of a `run`, at most `max_actors`, which load the models of `job`. Cached actors come first."""
 
     def __init__(self, run: ClusterRun, job: Job, max_actors: int) -> None:
         self.ray, self.cluster, self.cache, self.poll, self.on_status = run
@@ -46,21 +46,32 @@ class Pool:
 
         self.job, self.max_actors, self.status = job.pack(), self.cluster.limit(max_actors), ""
         self.actor_class, self.code = actor_class(), describe_code(Path(__file__).parents[1])
-        self.asked: dict[Hashable, ActorHandle] = {}  # by the call of locate; Ray has not placed them yet
-        self.starting: dict[Hashable, ActorHandle] = {}  # by the call of prepare
-        self.actors: dict[str, ActorHandle] = {}  # those that are ready, by name
-        self.pings: dict[Hashable, ActorHandle] = {}  # by the call of answer
-        self.loaded: dict[str, int] = {}  # how many images at once each has memory for
-        self.refused: dict[str, ClusterError] = {}  # nodes that cannot generate
-        self.failures: dict[str, tuple[int, float]] = {}  # starts that failed on a node in a row, and the last
-        # Actors of a place that were lost, and that have reported an error, since its last chunk.
+        # Actors that Ray has not placed yet, by Ray's reference of their call of `locate`.
+        self.asked: dict[Hashable, ActorHandle] = {}
+        # Actors that load the models, by the reference of their call of `prepare`.
+        self.starting: dict[Hashable, ActorHandle] = {}
+        # Actors that are ready, by name.
+        self.actors: dict[str, ActorHandle] = {}
+        # Actors that have not answered a ping yet, by the reference of their call of `answer`.
+        self.pings: dict[Hashable, ActorHandle] = {}
+        # Actor name: the number of images that it has memory for at once.
+        self.loaded: dict[str, int] = {}
+        # Id of a machine that cannot generate: the reason.
+        self.refused: dict[str, ClusterError] = {}
+        # Id of a machine: the number of failed starts in a row, and the time of the last one.
+        self.failures: dict[str, tuple[int, float]] = {}
+        # A place is a machine and a GPU, see ActorHandle.place. Since the last finished chunk of a place: its lost
+        # actors, and its actors that have reported an error.
         self.losses: Counter[tuple[str, str]] = Counter()
         self.errors: Counter[tuple[str, str]] = Counter()
-        self.closed: Counter[tuple[str, str]] = Counter()  # actors that a place no longer has room for
-        self.parked: list[ActorHandle] = []  # idle actors that occupy closed places, so that Ray fills others
+        # By place: how many actors fewer than usual it may have.
+        self.closed: Counter[tuple[str, str]] = Counter()
+        # Idle actors in closed places. They occupy these places, so that Ray uses others.
+        self.parked: list[ActorHandle] = []
         self.clock = WatchClock()
         self.warned: set[str] = set()
-        self.placed: set[str] = set()  # nodes that ever had an actor
+        # Ids of the machines that ever had an actor.
+        self.placed: set[str] = set()
         self.last_check = self.last_member = self.clock()
         self.nodes = self.living()
         for actor in self.cache.actors:
@@ -120,7 +131,7 @@ class Pool:
             able[node] = room - len(waiting)
         patient = [actor for actor in self.asked.values() if actor.node_id and now - actor.since < PLACEMENT_TIMEOUT]
         missing = self.max_actors - len(self.held) - len(patient)
-        # one on each machine before any gets a second
+        # Each machine gets one actor before any machine gets a second one.
         while missing > 0 and (node := max(able, key=able.__getitem__, default="")) and able[node] > 0:
             self.ask(NodeAffinitySchedulingStrategy(node, soft=False), node)
             able[node] -= 1
@@ -143,15 +154,15 @@ class Pool:
         """Return where Ray may place an actor: on any machine that has not refused."""
         from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-        # Ray labels each node with its id, by a name that has changed with its versions
-        found = (self.nodes.get(node, {}).get("Labels", {}).items() for node in self.refused)
-        labels = {name for items in found for name, value in items if value in self.refused}
+        # Ray labels each node with its id. The name of that label depends on Ray's version.
+        all_labels = (self.nodes.get(node, {}).get("Labels", {}).items() for node in self.refused)
+        labels = {name for items in all_labels for name, value in items if value in self.refused}
         return NodeLabelSchedulingStrategy(hard={name: NotIn(*self.refused) for name in labels}) if labels else "SPREAD"
 
     def wait(self, calls: list[Hashable]) -> list[Hashable]:
-        """Return which of `calls` have ended, after a short time also none, and replace lost actors meanwhile.
+        """Wait a short time, and return the `calls` that have ended, which may be none. Replaces lost actors.
 
-        Raises the first machine's error where all machines refuse, ClusterError when no actor was placed in time.
+        Raises the first machine's error if all machines refuse, and ClusterError if no actor was placed in time.
         """
         self.poll()
         # All answers are read before any actor is judged by its silence.
@@ -175,7 +186,7 @@ class Pool:
         return finished
 
     def read(self, calls: list[Hashable]) -> set[Hashable]:
-        """Return which of `calls` have ended, and handle the ended calls of the pool itself."""
+        """Return the `calls` that have ended. Handles the ended calls of the pool itself."""
         waiting = [*calls, *self.pings, *self.starting, *self.asked]
         if not waiting:
             time.sleep(POLL_INTERVAL)
@@ -195,12 +206,12 @@ class Pool:
         return set(ready)
 
     def all_refuse(self) -> bool:
-        """Whether there are machines with GPUs, and all of them have refused; one that has died might come back."""
+        """Whether all machines with GPUs have refused. A dead machine counts as able, because it may come back."""
         able = self.placed | {node for node in self.nodes if self.capacity(node)}
         return bool(able) and able <= self.refused.keys()
 
     def report(self) -> None:
-        """Report what the run waits for, where that has changed, and nothing once an actor is ready."""
+        """Show why the run waits, if that has changed. Once an actor is ready, nothing is shown."""
         able = [room for room in map(self.capacity, self.nodes) if room]
         if self.actors:
             status = ""
@@ -208,8 +219,8 @@ class Pool:
             places = sorted({self.machine(actor.node_id) for actor in self.starting.values()})
             status = f"{counted(len(self.starting), 'worker')} loading on {brief(', '.join(places), 200)}"
         elif able:
-            wanted, machines = counted(min(self.max_actors, sum(able)), "worker"), counted(len(able), "machine")
-            status = f"{wanted} starting on {machines} with {counted(sum(able), 'GPU')}"
+            workers, machines = counted(min(self.max_actors, sum(able)), "worker"), counted(len(able), "machine")
+            status = f"{workers} starting on {machines} with {counted(sum(able), 'GPU')}"
         else:
             status = (
                 f"no GPU among the cluster's {counted(len(self.nodes), 'machine')}; waiting {self.cluster.wait:.0f} s "
@@ -251,7 +262,11 @@ class Pool:
         self.cache.machines[actor.name] = self.machine(actor.node_id)
         from .actor import CODE
 
-        differing = [f"{name} {code.get(name)}, not {own}" for name, own in self.code.items() if code.get(name) != own]
+        differing = [
+            f"{name} {code.get(name)}, not {version}"
+            for name, version in self.code.items()
+            if code.get(name) != version
+        ]
         text = f"it runs {', '.join(differing)} as the driver does"
         if any(name.startswith(CODE) for name in differing):
             self.refuse(actor, ClusterError(f"{text}; remove the one that its Python finds first"))
@@ -261,7 +276,7 @@ class Pool:
         self.prepare(actor)
 
     def prepare(self, actor: ActorHandle) -> None:
-        """Let an actor load what the job wants, unless it has that, and take it in when it is ready."""
+        """Let an actor load the models of the job, unless it has them. `on_started` adds it to the ready actors."""
         actor.since = actor.heard = self.clock()
         # An equal share of the machine's cores, as Ray counts them.
         threads = int(self.nodes[actor.node_id]["Resources"].get("CPU", 0)) // max(1, self.slots(actor.node_id))
@@ -270,7 +285,7 @@ class Pool:
         self.starting[self.call(actor, "prepare", arguments, *changed.values())] = actor
 
     def call(self, actor: ActorHandle, method: str, arguments: tuple, *weights: object) -> Hashable:
-        """Let an actor do something, as `Actor.call` has it, and return Ray's reference of what it makes."""
+        """Start `Actor.call` in an actor. Returns Ray's reference of the result."""
         return actor.handle.call.remote(method, self.ray.cloudpickle.dumps(arguments), *weights)
 
     def on_started(self, call: Hashable) -> None:
@@ -309,7 +324,7 @@ class Pool:
         return result
 
     def warn_once(self, name: str, text: str) -> None:
-        """Log what an actor's machine warns of, once for all of its actors."""
+        """Log a warning of an actor, once for all actors of its machine."""
         text = f"{self.cache.machines[name]}: {text}"
         if text not in self.warned:
             self.warned.add(text)
@@ -338,7 +353,7 @@ class Pool:
                 self.refuse(actor, ClusterError(reason))
 
     def fail(self, actor: ActorHandle, error: BaseException) -> None:
-        """Kill an actor whose work failed with `error`, and replace it where the next one may succeed.
+        """Kill an actor whose work failed with `error`, and replace it if the next one may succeed.
 
         A machine that lacks a file or a library is given up at once. A GPU is given up after two actors in a row that
         report another error, or five that die, hang or lose the GPU. Its count starts again with each chunk that it
@@ -377,7 +392,7 @@ class Pool:
         if actor.node_id not in self.refused:
             self.refused[actor.node_id] = with_name(name, cause)
             logger.error("cluster: %s cannot work: %s", name, cause)
-        # those that wait for a place might get this one
+        # Kill requested actors that Ray might place on this machine.
         for call, other in list(self.asked.items()):
             if other.node_id in ("", actor.node_id):
                 self.ray.kill(self.asked.pop(call).handle)

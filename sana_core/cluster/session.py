@@ -1,8 +1,8 @@
-"""A process that stays, as a server does, and generates on a Ray cluster now and then.
+"""Runs on a Ray cluster from a long-lived process, such as a server.
 
-It is connected through Ray Client: its driver is a process of the head, and what happens there is an error here. A
-driver in this process would be ended by Ray a minute after the head, or with the machine's own raylet at once. When
-this process ends, the head ends its actors half a minute later.
+The process connects through Ray Client, so its driver is a process of the head. If that driver fails, this process only
+gets an error. Ray would end a driver in this process a minute after the head, or at once with this machine's raylet.
+When this process ends, the head ends its actors half a minute later.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ T = TypeVar("T")
 
 
 class Session:
-    """The connection to a cluster, and the actors of the last run, which stay for the next that wants the same."""
+    """The connection to a cluster, and the actors of the last run. The next run uses them if it has the same key."""
 
     def __init__(self, cluster: ClusterSettings, idle: float = ACTOR_IDLE_TIMEOUT) -> None:
         self.cluster, self.idle = cluster, idle
-        self.busy = threading.Lock()  # held by the one run at a time, and by whoever ends the actors
-        self.lost = False  # the head does not answer, and a call to it may never return
+        # A run holds the lock, and so does a thread that ends the actors.
+        self.busy = threading.Lock()
+        # Whether the head does not answer. Then a call to it may never return.
+        self.lost = False
         self.context: ClientContext | None = None
         self.key: Hashable = None
         self.cache = ActorCache()
@@ -53,13 +55,13 @@ class Session:
         poll: Poll = no_poll,
         on_status: OnStatus = no_status,
     ) -> Generator[T, None, None]:
-        """Yield what the generator `work` yields, by the last run's actors if `key` is the same.
+        """Yield the results of the generator `work`. If `key` is the last run's, it gets the actors of that run.
 
-        `key` says what is loaded: files, precision, patches. `changed` is called where it is another, and returns the
-        weights of the transformer that are not those of the file. `poll`, called twice a second whatever Ray does,
-        cancels by raising; that of the run that `work` gets must be called as often.
+        `key` identifies the loaded models: files, precision and patches. If it differs from the last one, `changed` is
+        called. It returns the transformer's weights that differ from the file. `poll` is called twice a second, even if
+        Ray hangs, and cancels by raising. `work` receives a run, and must call its `poll` as often.
 
-        Raises what `work` does, InputError without ray or its client, ClusterError where nobody answers.
+        Raises the errors of `work`, InputError without ray or its client, and ClusterError if the head does not answer.
         """
         ray = import_ray()
         self.acquire(poll)
@@ -104,14 +106,14 @@ class Session:
                 raise self.give_up(f"no answer for {CALL_TIMEOUT:.0f} s")
 
     def check_connection(self, poll: Poll) -> None:
-        """Give up the connection of the last run if nobody answers there any more."""
+        """Give up the connection of the last run if the head does not answer any more."""
         context = self.context
         if context is None:
             return
         try:
             call_in_thread(self.list_nodes, lambda nodes: disconnect_in_thread(context), poll, PROBE_TIMEOUT)
         except BaseException as error:
-            # the thread that looks may be inside of the context for long
+            # The thread of `list_nodes` may still use the old context, so forget that context.
             self.context, self.cache, self.key = None, ActorCache(), None
             if not isinstance(error, TimeoutError):
                 disconnect_in_thread(context)
@@ -126,19 +128,19 @@ class Session:
             return import_ray().nodes()
 
     def connect(self, poll: Poll, on_status: OnStatus) -> ClientContext:
-        """Return the connection: the last run's where that stands. Raises what `connect_client` does."""
+        """Return the connection of the last run, or a new one. Raises the errors of `connect_client`."""
         if self.context is None:
             self.context = connect_client(self.cluster.address, poll, on_status)
             threading.Thread(target=self.watch, args=(self.context,), name="sana cluster watch", daemon=True).start()
         return self.context
 
     def forget(self, key: Hashable) -> None:
-        """Let the actors go soon if they have loaded what `key` says: nobody will want it again. Takes no time."""
+        """End the actors soon if they were loaded for `key`, because no run will use it again. Does not wait."""
         if key == self.key:
             self.unwanted.set()
 
     def watch(self, context: ClientContext | None) -> None:
-        """End the actors and the connection when nobody has wanted them for long."""
+        """End the actors and the connection when no run has used them for `idle` seconds, or after `forget`."""
         while self.context is context and not self.lost:
             unwanted = self.unwanted.wait(POLL_INTERVAL)
             idle = time.monotonic() - self.used > self.idle
@@ -157,14 +159,14 @@ class Session:
             context.disconnect()
 
     def leave(self) -> None:
-        """End the connection for good, without a wait for what may never come."""
+        """End the connection. If a run still uses it after a few seconds, that run ends it."""
         if self.busy.acquire(timeout=PROBE_TIMEOUT):
             self.end()
         else:
             self.lost = True
 
     def give_up(self, why: str) -> ClusterError:
-        """Give the connection up; the thread that waits for an answer ends it. Return the error that says so."""
+        """Mark the connection as lost, and return the error for the user. The waiting thread disconnects later."""
         self.lost = True
         return ClusterError(
             f"cluster: lost the head at {self.cluster.address} ({why}); start Ray there again, then queue again"
@@ -172,26 +174,26 @@ class Session:
 
 
 def disconnect_in_thread(context: ClientContext | None) -> None:
-    """End a connection whose other end may not answer; its actors end with it."""
+    """End a connection whose other end may not answer. Its actors end too."""
     if context is not None:
         threading.Thread(target=context.disconnect, name="sana cluster end", daemon=True).start()
 
 
 def is_of_ray(error: BaseException) -> bool:
-    """Whether Ray, or its client, raised `error` since it cannot reach the cluster."""
+    """Whether Ray or its client raised `error` because it cannot reach the cluster."""
     import grpc
     import ray
 
-    # bare errors of the client, for a connection that has gone
+    # Ray Client raises plain exceptions if its connection is lost.
     if type(error) is Exception or "Cannot invoke RPC" in str(error):
         return True
     return isinstance(error, (ConnectionError, TimeoutError, RuntimeError, grpc.RpcError, ray.exceptions.RayError))
 
 
 def run_alone(cluster: ClusterSettings, work: Work[T], poll: Poll, on_status: OnStatus) -> Generator[T, None, None]:
-    """Yield what the generator `work` yields, with a connection and actors of this run alone.
+    """Yield the results of the generator `work`, with a connection and actors for this run alone.
 
-    Raises what `Session.run` does.
+    Raises the errors of `Session.run`.
     """
     if cluster.address.startswith(CLIENT):
         session = Session(cluster)

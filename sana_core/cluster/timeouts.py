@@ -1,21 +1,21 @@
-"""How long a run on a cluster waits, in seconds."""
+"""The timeouts and intervals of a run on a cluster, in seconds."""
 
-# for the head, which may be busy; Ray's own attempts take longer where nobody answers
+# Connecting a driver to the head, which may be busy. If there is no head, Ray itself would try for longer.
 CONNECT_TIMEOUT = 40.0
-# for a head to start the process that serves a client, which a busy one does slowly; Ray gives up after 30 where nobody
-# answers
+# Connecting Ray Client. The head starts a process for the client, slowly if it is busy. If there is no head, Ray gives
+# up after 30 s.
 CLIENT_TIMEOUT = 120.0
-# no call of Ray's takes so long while its head lives; Ray itself gives up after 90
+# A call of Ray. No call takes this long while the head is alive. Ray itself gives up after 90 s.
 CALL_TIMEOUT = 40.0
-# for a connection that was idle to answer
+# The first call on a connection that was idle.
 PROBE_TIMEOUT = 5.0
-# that a server keeps its actors after a run, each with its GPU and what it has loaded
+# How long a server keeps idle actors after a run. They keep their GPUs and their loaded models.
 ACTOR_IDLE_TIMEOUT = 300.0
-# for a GPU, longer than the actors of another run stay idle
+# How long a run waits for a GPU: longer than idle actors of another run keep it.
 GPU_TIMEOUT = 2 * ACTOR_IDLE_TIMEOUT
-# for Ray to place an actor, before it is asked for on another machine too
+# How long Ray may take to place an actor on a machine, before another machine is requested too.
 PLACEMENT_TIMEOUT = 10.0
-# for an actor's answer before it counts as hung; while it loads, a slow disk may keep it
+# How long an actor may be silent before it counts as hung, when it is ready and while it loads from a slow disk.
 ACTOR_TIMEOUT, LOADING_TIMEOUT = 30.0, 300.0
-# between two calls of a poll, and two looks at the machines and whether actors answer
+# The time between two calls of a poll, and between two checks of the machines and actors.
 POLL_INTERVAL, HEALTH_CHECK_INTERVAL = 0.5, 3.0

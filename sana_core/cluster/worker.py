@@ -1,7 +1,7 @@
-"""What an actor of a cluster does: load the parts of a checkpoint once, and generate chunks.
+"""The work of an actor of a cluster: load the parts of a checkpoint once, and generate chunks.
 
-What goes to an actor and comes back is plain: numbers, text, bytes, arrays, tensors. Inside ComfyUI this package has
-another name, and the machines would not find its classes under it.
+Arguments and results are numbers, text, bytes, arrays and tensors, but no classes of this package. Inside ComfyUI the
+package has another name, and the machines could not import its classes by that name.
 """
 
 from __future__ import annotations
@@ -41,37 +41,42 @@ NOT_FINITE = "samples: got NaN or infinity; sample again in bf16 or fp32"
 
 
 class Job(NamedTuple):
-    """What every actor of a run is told before it gets chunks. The paths are those on every machine.
+    """The settings of a run, which every actor receives before its first chunk.
 
-    Without `autoencoder` the images are not decoded, without `encoder` the prompts come encoded. `negative` is the
-    negative prompt where it comes encoded, once for all. `weights` has the fingerprint of each path. Images are
-    returned as arrays [3, H, W] in [-1, 1], with the settings `described` as PNG files. With `shared`, a folder of all
-    machines and the name of the run that holds it, the PNG files are written there, and their digests returned. With
-    `latents`, pairs: the latent [32, h, w] in the model's scale, and the array or None. `init` are the latents and the
-    mask of the image that all start from, if any.
+    An actor returns images as arrays [3, H, W] in [-1, 1], unless `described`, `shared` or `latents` is set.
     """
 
     settings: ResolvedSettings
+    # Path of a checkpoint or LoRA, the same on every machine: its fingerprint.
     weights: Mapping[str, Json]
+    # Paths of the checkpoints. None for `autoencoder`: images are not decoded. None for `encoder`: prompts are encoded
+    # already.
     transformer: str
     autoencoder: str | None = None
     encoder: str | None = None
+    # The encoded negative prompt, if there is no `encoder`.
     negative: Embedding | None = None
+    # The resolution of the model. None: from the checkpoint.
     resolution: int | None = None
+    # The settings to store in each image. Images are then returned as PNG files.
     described: Json | None = None
+    # A folder that all machines have, and the name of the run that holds its lock. PNG files are then written there,
+    # and their digests are returned.
     shared: tuple[str, str] | None = None
+    # Return pairs: the latent [32, h, w] in the model's scale, and the array, or None without `autoencoder`.
     latents: bool = False
+    # The latents and the mask of the image that all images start from.
     init: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    # number of different prompts of the images
+    # Number of different prompts of the images.
     prompts: int = LARGEST_CHUNK
 
     def pack(self) -> Json:
-        """Return the job as plain values, for `unpack`."""
+        """Return the job as plain values. `unpack` is the inverse."""
         return {**self._asdict(), "settings": self.settings._asdict()}
 
 
 def unpack(payload: Json) -> Job:
-    """Return the job of which `payload` are the `pack`."""
+    """Return the job whose `pack` is `payload`."""
     return Job(**{**payload, "settings": ResolvedSettings(**payload["settings"])})
 
 
@@ -82,13 +87,13 @@ class Worker:
         self.job = unpack(payload)
 
     def load(self, threads: int, changed: Mapping[str, torch.Tensor]) -> None:
-        """Load everything. What a CPU computes here is computed by so many `threads`.
+        """Load the models. `threads` is the number of CPU threads.
 
-        `changed` are weights of the transformer that are not those of the file, by name. Raises CheckpointError if this
-        machine's checkpoint is not the job's or is broken, MissingFileError or ReadError for one that is not whole.
+        `changed` has the transformer's weights that differ from the file, by name. Raises CheckpointError if this
+        machine's checkpoint is broken or differs from the job's, and MissingFileError or ReadError if it is incomplete.
         """
         job = self.job
-        # Ray lets a process without a CPU of its own have one thread
+        # The actor reserves no CPU, so Ray has limited it to one thread.
         torch.set_num_threads(threads)
         checkpoints = {path: inspect_checkpoint(path) for path in job.weights}
         for path, weights in job.weights.items():
@@ -110,17 +115,17 @@ class Worker:
             self.encoder = load_encoder(encoder, place, settings.dtype, settings.reference)
 
     def begin(self, payload: Json) -> int:
-        """Generate for the job of those `payload` from now on, which wants what is loaded, in that precision.
+        """Begin the job of `payload`. It needs the same models and precision that are loaded.
 
-        Return how many images at once the GPU has memory for. Raises MissingFileError for a shared folder that is not
-        here, OutputError for one that cannot be written.
+        Returns how many images the GPU has memory for at once. Raises MissingFileError if the shared folder is missing
+        on this machine, and OutputError if it cannot be written.
         """
         job = unpack(payload)
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
         self.job = job
         if job.encoder is not None:
-            # the last ones: the queue hands the images of a prompt out one after another
+            # Only the latest prompts are cached, because the images of a prompt follow one another in the queue.
             self.encode = lru_cache(LARGEST_CHUNK)(partial(encode_text, self.encoder, instruction=True))
             self.negative = encode_negative(self.encoder, job.settings.negative_prompt)
             if not self.negative[0].isfinite().all():
@@ -136,7 +141,7 @@ class Worker:
 
         An image with NaN or infinity is {"failed": reason}.
         """
-        chunk: Chunk = tuple(ImageSpec(*each) for each in images)
+        chunk: Chunk = tuple(ImageSpec(*image) for image in images)
         texts = prompts if self.job.encoder is None else list(map(self.encode, prompts))
         encoded = Conditioning(texts, self.negative)
         inputs = ImageInputs(init=self.job.init and InitImage(*self.job.init))
@@ -145,12 +150,12 @@ class Worker:
             pixels: list[Any] = decode_each(self.models.autoencoder, latents)
         else:
             pixels = [None if latent.isfinite().all() else FailedImage(NOT_FINITE) for latent in latents]
-        return [self.package_result(*each) for each in zip(chunk, prompts, latents, pixels, strict=True)]
+        return [self.package_result(*result) for result in zip(chunk, prompts, latents, pixels, strict=True)]
 
     def package_result(
         self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | FailedImage | None
     ) -> Any:
-        """Return one image in the format of the job. Raises OutputError where it cannot be written."""
+        """Return one image in the format of the job. Raises OutputError if it cannot be written."""
         if isinstance(pixels, FailedImage):
             return {"failed": pixels.reason}
         array = None if pixels is None else pixels.numpy()

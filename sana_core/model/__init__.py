@@ -1,1 +1,1 @@
-"""The model: the text encoder's embeddings, the transformer's forward, and what published models are."""
+"""The model: the text encoder's embeddings, the transformer's forward, and a table of published models."""

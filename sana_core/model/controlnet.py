@@ -1,4 +1,4 @@
-"""The forward of SANA's ControlNet: what it adds to the hidden states of the model that it steers."""
+"""The forward of SANA's ControlNet. It returns residuals for the hidden states of the base model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def control_residuals(
     constants: Constants,
     control_latents: torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    """Return what a ControlNet adds to the model's hidden states, number i after block i; None adds nothing.
+    """Return the residuals of a ControlNet. Residual i is added after block i of the base model. None adds nothing.
 
-    `x` [B, 32, h, w] and `timestep` [B] are the model's inputs, `constants` what `prepare` returns for the ControlNet;
-    `control_latents` [B, 32, h, w] are the control image's, in the scale of `x`. In NVIDIA's arrangement
-    (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py) the signal joins the output of the base
-    model's first block, of which the file has a copy, and the residual of each block goes before the base's next one.
-    In diffusers' it joins the patch embedding, and acts one block later.
+    `x` [B, 32, h, w] and `timestep` [B] are the base model's inputs. `constants` is the result of `prepare` for the
+    ControlNet. `control_latents` [B, 32, h, w] are the latents of the control image, in the scale of `x`.
+
+    In NVIDIA's arrangement (SanaMSControlNet in diffusion/model/nets/sana_multi_scale_controlnet.py), the file has a
+    copy of the base model's first block. The control signal is added to the output of that block, and the residual of
+    each block is added before the base model's next block. In diffusers' arrangement, the signal is added to the patch
+    embedding, and the residuals act one block later.
     """
     blocks, projections = all_blocks(controlnet), controlnet.controlnet_blocks
-    # NVIDIA's: the base model's block comes before the copies, and only the image has a position embedding
+    # 1 in NVIDIA's arrangement: a copy of the base model's first block comes before the other blocks, and the
+    # control signal has no position embedding. 0 in diffusers'.
     first = len(blocks) - len(projections)
     hidden = embed(controlnet, x, constants.position)
     signal = embed(controlnet, control_latents.to(x), None if first else constants.position)
@@ -57,7 +60,7 @@ def control_residuals(
 
 
 def check_width(controlnet: SanaControlNetModel, transformer: SanaTransformer2DModel) -> None:
-    """Raise InputError unless the ControlNet is as wide as the transformer that it steers."""
+    """Raise InputError unless the ControlNet has the width of the transformer."""
     got, expected = (
         model.config.num_attention_heads * model.config.attention_head_dim for model in (controlnet, transformer)
     )

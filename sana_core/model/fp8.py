@@ -1,8 +1,9 @@
-"""Products with weights and inputs in fp8, e4m3 (Micikevicius et al. 2022): inexact, for GPUs that multiply so.
+"""Matrix products with weights and inputs in fp8 e4m3 (Micikevicius et al. 2022), on GPUs that support it. Inexact.
 
-Three bits of mantissa are off by 2.6 % of a number on average, so a product of two numbers by 3.7 %, and the sum of as
-many as there are too, for they go up and down alike. Each row of inputs has its own scale: an image depends on no other
-in the batch, and values that are far from 1, as those between SANA's blocks, neither end at 448 nor vanish.
+With three bits of mantissa, a number is off by 2.6 % on average, and a product of two numbers by 3.7 %. A sum of such
+products is off by 3.7 % too, because its errors partly cancel. Each row of inputs has its own scale. So an
+image does not depend on the other images of its batch, and values far from 1, such as the ones between SANA's blocks,
+are neither clipped at 448 nor rounded to zero.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
 FORMAT, LARGEST = torch.float8_e4m3fn, 448.0
-# both sides of a matrix, in hardware
+# GPUs need both sides of a matrix to be multiples of this.
 MULTIPLE = 16
-# attention and feed-forward, 97 % of the model: what lies around the blocks is small
+# The layers that become fp8: attention and feed-forward, 97 % of the model. The layers outside the blocks are small.
 LAYERS = re.compile(r"transformer_blocks\.\d+\.(attn[12]\.(to_(qkv|[qkv])|to_out\.0)|ff\.conv_(inverted|point))")
 
 
 def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `rows` [M, K] in e4m3, and the scale [M, 1] in float32 that each is to be multiplied by."""
+    """Return `rows` [M, K] in e4m3, and the factors [M, 1] in float32 that restore the rows."""
     scale = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True, dtype=torch.float32) / LARGEST
     scale.clamp_(min=torch.finfo(torch.float32).tiny)
-    # divided in float32 and rounded once, by one kernel on accelerators
+    # This divides in float32 and rounds once. On accelerators it is one kernel.
     return torch.div(rows, scale, out=torch.empty_like(rows, dtype=FORMAT)), scale
 
 
 class Fp8Linear(torch.nn.Module):
-    """What `layer`, a Linear or a 1x1 convolution, makes of [..., K], with a `weight` [N, K] in e4m3."""
+    """`layer`, a Linear or a 1x1 convolution, with its weight [N, K] in e4m3. Inputs are [..., K]."""
 
     weight: torch.Tensor
     scale: torch.Tensor  # [1, N]
@@ -60,10 +61,10 @@ class Fp8Linear(torch.nn.Module):
 
 
 def quantise_products(transformer: SanaTransformer2DModel) -> None:
-    """Let the products of the blocks be in fp8; those whose sides no GPU takes stay as they are."""
+    """Replace the layers of the blocks by fp8 ones, except layers whose sides are not multiples of MULTIPLE."""
     for attention in (block.attn1 for block in transformer.transformer_blocks):
         if hasattr(attention, "to_qkv"):
-            # views, which would keep its weights
+            # These are views of the weight of `to_qkv` and would keep it in memory.
             del attention.to_q, attention.to_k, attention.to_v
     for path, layer in list(transformer.named_modules()):
         if LAYERS.fullmatch(path) and all(side % MULTIPLE == 0 for side in layer.weight.shape[:2]):
@@ -72,8 +73,10 @@ def quantise_products(transformer: SanaTransformer2DModel) -> None:
 
 @torch.no_grad()
 def check_fp8(device: torch.device) -> None:
-    """Raise InputError unless `device` multiplies in fp8 by rows: tried on a few elements, since no list of GPUs is as
-    long as torch's and its libraries' own conditions."""
+    """Raise InputError unless `device` supports fp8 products with a scale per row.
+
+    This runs a small product, because support depends on the GPU, on torch and on its libraries.
+    """
     why = "it has no such units"
     if device.type != "cpu":
         try:

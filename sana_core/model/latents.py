@@ -1,4 +1,4 @@
-"""The shape of SANA's latents and the noise that a seed stands for."""
+"""The shape of SANA's latents, and the noise of a seed."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def check_patches(field: str, shape: torch.Size | tuple[int, ...], patch: int) -
 
 
 def noise_stream(latents: torch.Tensor, seed: int, indices: list[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield float32 noise on the CPU like `latents`, again and again.
+    """Yield float32 noise in the shape of `latents` on the CPU, without end.
 
-    Image k of it is from seed + k (or seed + indices[k]), whatever the batch.
+    The noise of image k comes from seed + k (or seed + indices[k]), and does not depend on the batch size.
     """
     indices = list(range(len(latents))) if indices is None else indices
     generators = [torch.Generator().manual_seed((int(seed) + index) % 2**64) for index in indices]

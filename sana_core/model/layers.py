@@ -1,7 +1,7 @@
-"""The weights of layers: how they lie in memory, and what a fused kernel or a product of matrices takes itself.
+"""The memory layout of layers' weights, and access to the weights for fused kernels and matrix products.
 
-Where it does, the layer stays what it is: its host's, cast and patched as it runs, or an adapter's. Only a layer that
-has nothing to do but its arithmetic is done elsewhere.
+A kernel or a matrix product can use the weights of a plain layer directly. A host's layer may lend the weights that it
+would use, cast and patched. All other layers, such as adapters and layers with hooks, have to be called.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
 WeightsUse = Callable[[Any, Any], torch.Tensor]
-# MPS has convolved some channels-last tensors wrong (pytorch issue 180984), and on the CPU the bits would be others
+# Devices whose weights stay contiguous. MPS has computed wrong convolutions of some channels-last tensors (pytorch
+# issue 180984). On the CPU the results would differ in the last bits.
 CONTIGUOUS = ("cpu", "mps")
 
 
 def with_weights(layer: torch.nn.Module, like: torch.Tensor, use: WeightsUse) -> torch.Tensor | None:
-    """Return `use(weight, bias)` of the weights that `layer` would use on `like`; None if it must be called.
+    """Return `use(weight, bias)` for the weights that `layer` uses for the input `like`. None: call the layer instead.
 
-    A host's layer has a `with_weights(like, use)` of its own: it casts and patches its weights, and may give them back
-    to where they came from afterwards. Of torch's and diffusers' layers they are the parameters.
+    A host's layer has a method `with_weights(like, use)`. It casts and patches its weights for `use`, and may move them
+    back afterwards. The layers of torch and diffusers use their parameters.
     """
     if is_wrapped(layer) or layer._forward_pre_hooks or layer._forward_hooks:
         return None
-    own = getattr(layer, "with_weights", None)
-    if own is not None:
-        return own(like, use)
-    # an adapter of PEFT has a class of its own
+    lend_weights = getattr(layer, "with_weights", None)
+    if lend_weights is not None:
+        return lend_weights(like, use)
+    # Adapters of PEFT have other classes.
     if not type(layer).__module__.startswith(("torch.nn.", "diffusers.")):
         return None
     return use(layer.weight, layer.bias)
 
 
 def is_wrapped(layer: torch.nn.Module) -> bool:
-    """Whether `layer` has a forward that is not its class's, as accelerate's offloading and ComfyUI's adapters in
-    bypass mode give it; these leave a plain one behind when they go."""
-    own = vars(layer).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(layer).forward
+    """Whether `forward` of `layer` was replaced, as by accelerate's offloading and ComfyUI's adapters in bypass mode.
+
+    Adapters that were removed leave the method of the class as an attribute of the layer. That does not count.
+    """
+    forward = vars(layer).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(layer).forward
 
 
 def pointwise(layer: torch.nn.Module, states: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Return what a 1x1 convolution, or a Linear in its place, makes of `states` [B, N, C] of a map of `size`.
+    """Apply a 1x1 convolution, or a Linear in its place, to `states` [B, N, C], the positions of a map of `size`.
 
-    A product of matrices with its bias in it, where the convolution is one kernel and its bias another.
+    It is computed as one matrix product that includes the bias. A convolution would need a second kernel for the bias.
     """
-    # an adapter around either takes maps
+    # A wrapped layer, convolution or Linear, gets maps.
     if not isinstance(layer, torch.nn.Conv2d) and not is_wrapped(layer):
         return layer(states)
     out = with_weights(layer, states, lambda weight, bias: F.linear(states, weight.flatten(1), bias))
@@ -59,10 +62,10 @@ def pointwise(layer: torch.nn.Module, states: torch.Tensor, size: tuple[int, int
 
 
 def arrange_convolutions(module: torch.nn.Module) -> None:
-    """Lay the weights of the convolutions in `module` out in memory as their device reads them beside such maps.
+    """Store the weights of the convolutions in `module` in the memory format that suits their device.
 
-    cuDNN would rearrange contiguous weights in each call, for each strip of a decode. Values, shapes and bytes stay,
-    and what is laid out already is not touched. MIOpen's choice depends on the GPU, so with ROCm they stay contiguous.
+    cuDNN would rearrange contiguous weights in each call, so once for each strip of a decode. Values and shapes do not
+    change. With ROCm the weights stay contiguous, because MIOpen's preferred format depends on the GPU.
     """
     for child in module.modules():
         if isinstance(child, torch.nn.Conv2d):
@@ -72,9 +75,10 @@ def arrange_convolutions(module: torch.nn.Module) -> None:
 
 
 def join_projections(transformer: SanaTransformer2DModel) -> None:
-    """Let one product make query, key and value of each self-attention: a layer `to_qkv` has the weights of the three.
+    """Add a layer `to_qkv` to each self-attention, which computes query, key and value in one product.
 
-    Theirs become views of its. On a CPU nothing changes, where the products' bits would be others.
+    The weights of the three layers become views of its weight. A CPU keeps separate products, because a joint product
+    differs in the last bits.
     """
     for attention in (block.attn1 for block in transformer.transformer_blocks):
         layers = attention.to_q, attention.to_k, attention.to_v

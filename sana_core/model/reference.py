@@ -19,23 +19,32 @@ if TYPE_CHECKING:
 
 AUTO, NVIDIA, DIFFUSERS = "auto", "nvidia", "diffusers"
 REFERENCES = (AUTO, NVIDIA, DIFFUSERS)
-# how diffusers' pipelines for SANA-Video read prompts: behind an instruction of their own
+# The prompts of diffusers' pipelines for SANA-Video, which have another instruction.
 DIFFUSERS_VIDEO = "diffusers-video"
 REFERENCE_HELP = "whose arithmetic to follow where NVIDIA's code and diffusers' differ; auto: that of the file's layout"
 
 
 class Reference(NamedTuple):
-    """What the two codebases compute differently. The blocks of a ControlNet show where it acts (controlnet.py)."""
+    """The differences of the two codebases. The arrangement of a ControlNet depends on its blocks (controlnet.py)."""
 
-    attention_eps: float  # in the denominator of the linear attention
-    cross_norm_eps: float  # of the norms of query and key in the cross-attention, which SANA-1.5 and Sprint have
-    whole_timesteps: bool  # with every sampler, not only with those whose scheduler rounds; never of Sprint
-    shared_mask: bool  # the negative prompt is masked like the positive one, as in SANA's training
-    always_lowers_order: bool  # DPM-Solver++ ends with lower orders whatever the number of steps
-    float32_schedule: bool  # of DPM-Solver++; the other has it in float64
-    guides_below_one: bool  # with DPM-Solver++: guidance is off at exactly 1. False: it is off at 1 and below.
-    quote: str  # around "Enhanced prompt" in the instruction
-    lower_case: bool  # prompts are read stripped and in lower case, and no mark like --ar 16:9 ends them
+    # Added to the denominator of the linear attention.
+    attention_eps: float
+    # SANA-1.5 and Sprint: eps of the norms of query and key in the cross-attention.
+    cross_norm_eps: float
+    # Timesteps are rounded down with every sampler. False: only with samplers whose scheduler rounds. Sprint: ignored.
+    whole_timesteps: bool
+    # The negative prompt gets the mask of the positive one, as in SANA's training.
+    shared_mask: bool
+    # DPM-Solver++: the last steps have lower orders for any number of steps.
+    always_lowers_order: bool
+    # DPM-Solver++: the schedule is computed in float32. False: in float64.
+    float32_schedule: bool
+    # DPM-Solver++: guidance is off at exactly 1. False: it is off at 1 and below.
+    guides_below_one: bool
+    # The quotes around "Enhanced prompt" in the instruction.
+    quote: str
+    # Prompts are stripped and converted to lower case. False: a mark such as --ar 16:9 ends a prompt.
+    lower_case: bool
 
 
 RULES = {
@@ -47,18 +56,18 @@ READINGS = (*REFERENCES, DIFFUSERS_VIDEO)
 
 
 def reference_of(model: SanaTransformer2DModel | SanaControlNetModel) -> Reference:
-    """Return the rules that `model` follows; those of diffusers for a module that was not loaded by this package."""
+    """Return the rules that `model` follows. A module that another package has loaded follows diffusers."""
     return RULES[getattr(model.config, "reference", DIFFUSERS)]
 
 
 def all_blocks(model: SanaTransformer2DModel | SanaControlNetModel) -> list[SanaTransformerBlock]:
-    """Return the blocks in the order in which they run; NVIDIA's ControlNet begins with the base model's first."""
+    """Return the blocks in the order in which they run. In NVIDIA's ControlNet, `base_block` is the first one."""
     base = getattr(model, "base_block", None)
     return [*([base] if base is not None else []), *model.transformer_blocks]
 
 
 def set_reference(model: SanaTransformer2DModel | SanaControlNetModel, name: str) -> None:
-    """Let `model`, fresh from the library, follow the rules of that name."""
+    """Let `model`, as diffusers has built it, follow the rules of that name."""
     model.register_to_config(reference=name)
     for block in all_blocks(model):
         for norm in (block.attn2.norm_q, block.attn2.norm_k):

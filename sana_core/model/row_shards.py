@@ -1,4 +1,4 @@
-"""Which rows of an image each device has, and which prompts of a step."""
+"""Divides a step among devices: which rows of the image, and which prompts, each device computes."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 
-# groups of which the slowest has less of its equal part of the speed than this would keep the others waiting
+# Groups are used only if the slowest group has at least this part of the average speed. The others wait for it.
 EVEN = 0.9
 
 
 class ShardSpec(NamedTuple):
-    """Where a member is in a step: number `rank` of the `size` members of a `group`, with its rows `span` of the
-    latents. The `groups` are equal parts of the step's batch."""
+    """The part of a step that one member computes."""
 
+    # The number of its group, and of all groups. Each group computes an equal part of the step's batch.
     group: int
     groups: int
+    # Its number within the group, and the number of members of the group.
     rank: int
     size: int
+    # Its rows of the latents.
     span: slice
 
     def part(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return its group's part, a view, of what has a row for each image, or each prompt, of the whole batch."""
+        """Return the group's part of `batch`, a view. `batch` has a row for each image or prompt of the step."""
         return batch.chunk(self.groups)[self.group]
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this one's part, a view, of `x` [B, 32, h, w], the latents or the velocities of the whole step."""
+        """Return the member's part, a view, of `x` [B, 32, h, w], the latents or the velocities of the whole step."""
         return self.part(x)[:, :, self.span]
 
 
 class Shard(NamedTuple):
-    """What one member computes in a step: its number, its rows `x` [B, 32, n, w] on its device, of a whole `height`.
+    """The inputs of one member in a step."""
 
-    Without `ops` it has the whole height to itself.
-    """
-
+    # The number of the member.
     member: int
+    # Its rows of the latents [B, 32, n, w], on its device.
     x: torch.Tensor
     spec: ShardSpec
+    # The number of rows of the whole latents.
     height: int
+    # Operations that need rows of other members. None: the member has all rows, and computes as without a split.
     ops: RowOperations | None
 
 
 def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpec]:
-    """Return where members of those `speeds` are in a step of so many equal `parts`, for images of so many `rows`.
+    """Divide a step among members with these `speeds`. Returns the part of each member.
 
-    Raises InputError for more members in a group than rows.
+    The step has `parts` equal parts, and its latents have `rows` rows. Raises InputError if a group has more members
+    than rows.
     """
     groups, specs = find_groups(parts, speeds), []
     size = len(speeds) // groups
@@ -72,15 +76,15 @@ def split_rows(rows: int, speeds: Sequence[float]) -> list[slice]:
     total, spans, top, passed = sum(speeds), [], 0, 0.0
     for index, speed in enumerate(speeds):
         passed += speed
-        left = len(speeds) - index - 1
-        bottom = min(max(round(rows * passed / total), top + 1), rows - left)
+        devices_below = len(speeds) - index - 1
+        bottom = min(max(round(rows * passed / total), top + 1), rows - devices_below)
         spans.append(slice(top, bottom))
         top = bottom
     return spans
 
 
 def check_rows(rows: int, devices: int) -> None:
-    """Raise InputError if `devices` are more than there are rows of latents."""
+    """Raise InputError for more `devices` than `rows` of the latents."""
     if devices > rows:
         raise InputError(
             f"devices: got {devices} for an image of {rows} rows of 32 pixels, expected at most {rows}; "
@@ -89,7 +93,7 @@ def check_rows(rows: int, devices: int) -> None:
 
 
 def check_splittable(field: str, model: SanaTransformer2DModel | SanaControlNetModel) -> None:
-    """Raise InputError, with `field`, for a model whose positions are more than a cell of the latents."""
+    """Raise InputError for a model with patches of several latent cells. The message begins with `field`."""
     patch = model.config.patch_size
     if patch != 1:
         raise InputError(
@@ -99,10 +103,12 @@ def check_splittable(field: str, model: SanaTransformer2DModel | SanaControlNetM
 
 
 def find_groups(parts: int, speeds: Sequence[float]) -> int:
-    """Return how many groups members of those `speeds` compute a step in that has so many equal `parts`.
+    """Return the number of groups for a step of `parts` equal parts, on members with these `speeds`.
 
-    Where the members are as many or a multiple, each group computes parts of its own and tells the others nothing until
-    the end, with fewer bytes and launches than by rows alone (`cost.split_cost`). Rows follow speeds that differ.
+    The number of groups divides both `parts` and the number of members. Each group computes different parts of the
+    batch, and exchanges nothing with the others until the end. This needs fewer bytes and launches than a division by
+    rows alone (see `cost.split_cost`). If the groups would differ too much in speed, there is one group. Its members
+    get rows in proportion to their speeds.
     """
     groups = math.gcd(parts, len(speeds))
     size = len(speeds) // groups
@@ -111,10 +117,10 @@ def find_groups(parts: int, speeds: Sequence[float]) -> int:
 
 
 def shard_constants(constants: Constants, shard: Shard) -> Constants:
-    """Return the `constants` of a whole batch and image for the prompts and the rows of `shard`."""
+    """Return the part of `constants` for the prompts and the rows of `shard`."""
     spec, position, height = shard.spec, constants.position, shard.height
     if spec.groups > 1:
-        keys, values = (list(map(spec.part, each)) for each in (constants.keys, constants.values))
+        keys, values = (list(map(spec.part, blocks)) for blocks in (constants.keys, constants.values))
         bias = None if constants.bias is None else spec.part(constants.bias)
         constants = constants._replace(keys=keys, values=values, bias=bias)
     if position is None or spec.span == slice(0, height):

@@ -1,4 +1,4 @@
-"""A shard's operations in a block that need the others: the all-reduce of attention's sums, and a halo of one row."""
+"""The operations in a block that need other shards: the all-reduce of attention's sums, and a halo of one row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Exchange(Protocol):
     def all_reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the total of the `sums` of all shards.
 
-        They are [B, heads, d + 1, d], in `sum_dtype`, and contiguous: keys times values, and in the last row the keys.
+        `sums` are contiguous [B, heads, d + 1, d] in `sum_dtype`: products of keys and values, and a last row with the
+        sums of the keys.
         """
         ...
 
@@ -36,20 +37,20 @@ class Exchange(Protocol):
 
 
 class ShardedOps:
-    """The operations of one shard of an image of `columns` positions a row."""
+    """The operations of one shard. A row of the image has `columns` positions."""
 
     def __init__(self, exchange: Exchange, columns: int) -> None:
         self.exchange, self.columns = exchange, columns
 
     def embed(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return what the patch embedding `layer` makes of `x` [B, 32, n, w], as [B, N, D].
+        """Apply the patch embedding `layer` to `x` [B, 32, n, w]. Returns [B, N, D].
 
-        Of a position at a time: on a CPU the kernel of a convolution depends on how many there are.
+        It is a matrix product, because on a CPU the kernel of a convolution depends on the number of positions.
         """
         return pointwise(layer, x.flatten(2).transpose(1, 2).contiguous(), (x.shape[2], x.shape[3]))
 
     def sums(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the sums [B, heads, d, d + 1] over the image, of this shard's `key` and `value` [B, heads, N, d]."""
+        """Return the sums [B, heads, d, d + 1] over the whole image. `key` and `value` [B, heads, N, d] are local."""
         key, value = (part.unflatten(2, (-1, self.columns)) for part in (key, F.pad(value, (0, 1), value=1.0)))
         rows = key.transpose(-1, -2) @ value
         sums = rows.sum(2, dtype=sum_dtype(rows.device))
@@ -57,14 +58,14 @@ class ShardedOps:
         return torch.cat([sums[..., :-1, :], sums[..., -1:, :].mT], dim=-1).float()
 
     def kernel_sums(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the sums [B, heads, d + 1, d] over the image, of this shard's `parts` [B, heads, parts, d + 1, d].
+        """Return the sums [B, heads, d + 1, d] over the whole image, in the layout of `kernels.linear_attention`.
 
-        `kernels.linear_attention` reads them as they are.
+        `parts` [B, heads, parts, d + 1, d] are the partial sums of this shard.
         """
         return self.exchange.all_reduce(parts.sum(2, dtype=sum_dtype(parts.device)))
 
     def feed_forward(self, block: GLUMBConv, states: torch.Tensor, kernels: frozenset[str]) -> torch.Tensor:
-        """Return what `block.feed_forward` makes of this shard's `states` [B, N, D], with its neighbours' rows."""
+        """Apply the feed-forward `block` to this shard's `states` [B, N, D]. The neighbours send one row each."""
         rows = states.unflatten(1, (-1, self.columns))
         above, below = self.exchange.halo(rows[:, 0], rows[:, -1])
         window = [part[:, None] for part in (above, below) if part is not None]
@@ -83,8 +84,9 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def make_shard(x: torch.Tensor, spec: ShardSpec, member: int, device: torch.device, exchange: Exchange) -> Shard:
-    """Return what `member`, on `device`, computes of the latents `x` [B, 32, h, w] of a step."""
-    # on a CPU alone in its group too: the same bits for any number of members
+    """Return the shard of `member`, on `device`, of the latents `x` [B, 32, h, w] of a step."""
+    # A CPU uses these operations even if it is alone in its group, so that the bits do not depend on the number of
+    # members.
     together = spec.size > 1 or device.type == "cpu"
     ops = ShardedOps(exchange, x.shape[3]) if together else None
     return Shard(member, spec.own(x).to(device), spec, x.shape[2], ops)

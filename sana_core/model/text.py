@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# far more characters than MAX_TOKENS tokens can have; what is behind them takes time to split, and is cut anyway
+# Characters beyond this are not tokenized, which would take long. MAX_TOKENS tokens have far fewer characters.
 LONGEST_TEXT = 100_000
-# what SANA was trained to read before the prompt: section 3.1 of its paper, chi_prompt in NVIDIA's configurations
+# The instruction before the prompt in SANA's training: section 3.1 of the paper, chi_prompt in NVIDIA's configurations.
 INSTRUCTION = (
     "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
     "suitable for image generation. Evaluate the level of detail in the user prompt:",
@@ -37,7 +37,7 @@ INSTRUCTION = (
     "commentary or evaluations:",
     "User Prompt: ",
 )
-# what diffusers' pipelines for SANA-Video have in its place (pipelines/sana_video/pipeline_sana_video.py)
+# The instruction of diffusers' pipelines for SANA-Video (pipelines/sana_video/pipeline_sana_video.py).
 VIDEO_INSTRUCTION = (
     INSTRUCTION[0].replace("image generation", "video generation"),
     "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, motion, and temporal "
@@ -51,46 +51,53 @@ VIDEO_INSTRUCTION = (
     "smoothly passing by towering glass skyscrapers.",
     *INSTRUCTION[6:],
 )
-# by which NVIDIA's demo is told the size; it reads the prompt only up to the first of them
+# Users of NVIDIA's demo set the size with these marks. The demo cuts the prompt at the first one.
 MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
 
 
 class Tokenizer(NamedTuple):
-    """Functions between text and token ids; the id that fills up; and what it was made of."""
+    """Functions between text and token ids, the padding token, and the content of the tokenizer's file."""
 
-    encode: Callable[[str], list[int]]  # BOS first
+    # Text to token ids, BOS first.
+    encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    find: Callable[[str], int | None]  # the id of a whole token like <end_of_turn>
+    # The id of a special token such as <end_of_turn>, or None.
+    find: Callable[[str], int | None]
     pad_token: int
-    kind: str  # spiece_model or tokenizer_json: the name under which single-file text encoders hold `content`
+    # spiece_model or tokenizer_json: the name of `content` in single-file text encoders.
+    kind: str
     content: bytes
 
 
 class TextEncoder(NamedTuple):
-    """A tokenizer, the decoder-only language model whose last hidden states are the embeddings, and the reference whose
-    reading of prompts they follow."""
+    """A tokenizer and a language model. The last hidden states of the model are the embeddings."""
 
     tokenizer: Tokenizer
     model: Gemma2Model
+    # The codebase whose handling of prompts is used, see reference.py.
     reference: str = NVIDIA
 
 
 def instruction_text(reference: str) -> str:
-    """Return the instruction of that reference as one text, behind which the prompt stands.
+    """Return the instruction of `reference` as one text. The prompt follows it.
 
-    diffusers writes 'Enhanced prompt' where the original has "Enhanced prompt"; the quotes are other tokens.
+    diffusers writes 'Enhanced prompt' where the original has "Enhanced prompt". The two quotes are different tokens.
     """
     lines = VIDEO_INSTRUCTION if reference == DIFFUSERS_VIDEO else INSTRUCTION
     return "\n".join(lines).format(quote=RULES[reference].quote)
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the text encoder reads it."""
+    """The token ids of a prompt."""
 
-    ids: list[int]  # BOS first
-    length: int  # of the ids once they are padded
-    tokens: int  # of the prompt alone, BOS included
-    note: str  # what was cut, in a line for the user; empty if nothing was
+    # BOS first.
+    ids: list[int]
+    # The length to which `ids` are padded.
+    length: int
+    # The number of tokens of the prompt without the instruction, BOS included.
+    tokens: int
+    # A line for the user about the part that was cut, or "".
+    note: str
 
 
 def read_prompt(
@@ -100,13 +107,12 @@ def read_prompt(
     max_tokens: int = MAX_TOKENS,
     reference: str = NVIDIA,
 ) -> TokenizedPrompt:
-    """Return `prompt` as its `reference` reads it, NVIDIA's app/sana_pipeline.py or diffusers' SanaPipeline; the note
-    says what of it was cut.
+    """Tokenize `prompt` as `reference` does: NVIDIA's app/sana_pipeline.py, or diffusers' SanaPipeline.
 
-    `encode` turns text into token ids, BOS first. diffusers strips every prompt and reads it in lower case. NVIDIA
-    strips the prompt behind the instruction, and cuts it at a mark like --ar 16:9; without the instruction, as a
-    negative prompt, it stays as it is. What is longer than `max_tokens`, BOS included, is cut off. Raises InputError
-    for characters that cannot be encoded.
+    `encode` converts text to token ids, BOS first. diffusers strips every prompt and converts it to lower case.
+    NVIDIA's code strips a prompt after the instruction, and cuts it at a mark such as --ar 16:9. It does not change a
+    prompt without the instruction, such as a negative prompt. Tokens beyond `max_tokens`, BOS included, are cut. Raises
+    InputError for characters that cannot be encoded.
     """
     check_text("text", prompt)
     notes = []
@@ -116,7 +122,7 @@ def read_prompt(
         prompt = prompt.lower().strip()
     if instruction:
         before = instruction_text(reference)
-        # so that BOS and the last max_tokens - 1 positions hold the whole prompt
+        # With this length, BOS and the last max_tokens - 1 positions contain the whole prompt. See `select_tokens`.
         length = len(encode(before)) + max_tokens - 2
         mark = None if lower_case else MARK.search(prompt)
         if mark:
@@ -139,10 +145,10 @@ def tokenize(
     max_tokens: int = MAX_TOKENS,
     reference: str = NVIDIA,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and mask, both int64 [B, L], padded on the right; a warning says what was cut.
+    """Return token ids and mask, both int64 [B, L], padded on the right. A prompt that is cut causes a warning.
 
-    L is `max_tokens`, or with the instruction that many less 2 after the instruction's own tokens (BOS included).
-    Raises InputError for characters that cannot be encoded.
+    Without the instruction, L is `max_tokens`. With it, L is `max_tokens` - 2 plus the instruction's tokens, BOS
+    included. Raises InputError for characters that cannot be encoded.
     """
     readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens, reference) for prompt in prompts]
     for prompt, reading in zip(prompts, readings, strict=True):
@@ -154,7 +160,7 @@ def tokenize(
 
 
 def select_tokens(states: torch.Tensor, max_tokens: int = MAX_TOKENS) -> torch.Tensor:
-    """Keep BOS and the last `max_tokens` - 1 positions of `states` [B, L, ...]; the instruction drops out."""
+    """Return BOS and the last `max_tokens` - 1 positions of `states` [B, L, ...], without the instruction."""
     return torch.cat([states[:, :1], states[:, states.shape[1] - max_tokens + 1 :]], dim=1)
 
 
@@ -163,13 +169,12 @@ def encode_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings [B, max_tokens, C] in the model's dtype and their mask [B, max_tokens].
 
-    SANA wants the positive prompt with the instruction, the empty one too, and the negative prompt without. What is
-    longer than `max_tokens` is cut off, with a warning in the log. Raises InputError for characters that cannot be
-    encoded.
+    SANA expects the instruction before a positive prompt, even an empty one, but not before a negative prompt. Tokens
+    beyond `max_tokens` are cut, with a warning in the log. Raises InputError for characters that cannot be encoded.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    read = tokenize(encoder.tokenizer, prompts, instruction, max_tokens, encoder.reference)
-    ids, mask = (part.to(encoder.model.device) for part in read)
+    tokenized = tokenize(encoder.tokenizer, prompts, instruction, max_tokens, encoder.reference)
+    ids, mask = (tensor.to(encoder.model.device) for tensor in tokenized)
     with torch.no_grad():
         states = encoder.model(ids, attention_mask=mask).last_hidden_state
     return select_tokens(states, max_tokens), select_tokens(mask, max_tokens)

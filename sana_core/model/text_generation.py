@@ -1,6 +1,6 @@
-"""Text that Gemma 2 writes, as a chat model does; SANA's text encoder is all of it but the layer over its tokens.
+"""Text generation with Gemma 2. SANA's text encoder is the whole of Gemma 2 except its output layer.
 
-That layer shares its weight with the embedding of the tokens (Gemma 2 technical report, section 2).
+The output layer shares its weight with the token embedding (Gemma 2 technical report, section 2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START, END = "<start_of_turn>", "<end_of_turn>"
 
 
 def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system: str = "") -> list[int]:
-    """Return the token ids, BOS first, of a request. Gemma 2 writes its answer behind them.
+    """Return the token ids, BOS first, of a request. Gemma 2 writes its answer after them.
 
     With `template`, `text` becomes the user's turn of a conversation, unless it has turn tokens already. `system` is an
     instruction. Gemma 2 has no system turn, so `system` begins the user's turn. Raises InputError for characters that
@@ -44,7 +44,7 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system:
     bos = tokenizer.encode("")
     marks = {mark: tokenizer.find(mark) for mark in (START, END)}
     ids = list(bos)
-    # they are tokens of their own, which sentencepiece would not all find in a text
+    # The marks are special tokens. sentencepiece would not recognise all of them in a text.
     for part in re.split(f"({START}|{END})", text):
         mark = marks.get(part)
         ids += tokenizer.encode(part)[len(bos) :] if mark is None else [mark]
@@ -52,10 +52,10 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system:
 
 
 def stop_tokens(tokenizer: Tokenizer, model: Gemma2Model) -> set[int]:
-    """Return the ids with which a text of `model` ends."""
+    """Return the token ids that end a text of `model`."""
     ends = model.config.eos_token_id
-    found = tokenizer.find(END)
-    return {*(ends if isinstance(ends, list) else [ends]), *([] if found is None else [found])}
+    turn_end = tokenizer.find(END)
+    return {*(ends if isinstance(ends, list) else [ends]), *([] if turn_end is None else [turn_end])}
 
 
 def most_likely(logits: torch.Tensor, written: Sequence[int]) -> int:
@@ -64,9 +64,11 @@ def most_likely(logits: torch.Tensor, written: Sequence[int]) -> int:
 
 
 class Placement(NamedTuple):
-    """Of a model whose weights are not all where it computes: that device, and what makes logits of the last state."""
+    """Where a model computes, if its weights may be on other devices."""
 
+    # None: the device of the embedding.
     device: torch.device | None = None
+    # A function from the last hidden state to logits. None: a product with the weight of the embedding.
     head: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -83,11 +85,11 @@ def write_tokens(
     report: Poll = no_poll,
     placed: Placement = WHERE_WEIGHTS_ARE,
 ) -> list[int]:
-    """Return at most `length` token ids that `model` writes behind `ids`, without the one of `stop` that ends them.
+    """Generate at most `length` token ids after `ids`. Returns them without the final id, which is one of `stop`.
 
-    `choose` picks each from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
-    each and cancels by raising. Raises InputError for more `ids` than the model has positions; it ends with these.
-    Raises VersionError for transformers before 4.56.
+    `choose` selects an id from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
+    each id, and cancels by raising. Generation also ends at the model's last position. Raises InputError if `ids` fill
+    all positions, and VersionError for transformers before 4.56.
     """
     from transformers import DynamicCache, __version__
 
@@ -98,7 +100,7 @@ def write_tokens(
     try:
         cache = DynamicCache(config=model.config)
     except TypeError:
-        # older ones do not tell the cache which layers look at a window only
+        # In older versions, the cache cannot distinguish layers with a sliding window.
         raise VersionError(
             f"transformers: got {__version__}, expected 4.56 or newer for Generate Text; update it"
         ) from None

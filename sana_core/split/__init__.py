@@ -7,10 +7,11 @@
 shard     the rows that one device has, from the top of the image to its bottom in the order of the devices
 sums      of a linear attention over all positions [B, heads, d, d + 1]: keys times values, and the keys themselves
 exchange  how shards exchange tensors: threads of one process
-ops       a shard's operations in a block that need the others: the all-reduce and the halo
-member    a device with weights of its own; one that fails is left out, and its rows go to the others
+ops       the operations in a block that need other shards: the all-reduce and the halo
+member    a device with its own copy of the weights; if it fails, the others compute its rows
 
-Every other layer sees one position at a time. Each row has sums of its own in float32, and rows are added in float64,
-where so few float32 numbers lose nothing: the same bits in any order. So on a CPU, with as many threads for each, the
-image of 16, 20, 24 ... positions (512, 640, 768 px ...) in a row does not depend on the number of devices either.
+All other layers compute each position separately. The sums are computed per row in float32, and the rows are added in
+float64, which is exact for this number of float32 values. So the sums have the same bits in any order. On a CPU, if all
+devices have the same number of threads, the bits of the image do not depend on the number of devices either. This holds
+for rows of 16, 20, 24 ... positions (512, 640, 768 px ...).
 """

@@ -1,15 +1,15 @@
 """Predicts how long a step takes on one device and on several that share it.
 
-H100 SXM: measured on one GPU (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). A product of bf16 reaches 735 TFLOP/s, of 989
+H100 SXM: measured on one GPU (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). A product in bf16 reaches 735 TFLOP/s, of 989
 published. A step of the 1.6B model at 4096 px takes 172 ms, so the kernels between the products move their 55 GB at
-1.13 TB/s, of 3.35 published. With these two rates, the 10.7 ms that the kernels of a step take at 1024 px are 10.7 here
-too. That step spends 12.1 ms in Python, 42 us for each of its 287 launches. NVLink: 900 GB/s in both directions
-together (NVIDIA H100 data sheet).
-RTX 4090: published, 165 TFLOP/s dense in bf16 with fp32 sums and 1008 GB/s (NVIDIA Ada whitepaper). The time of a
-launch is the one of the H100's machine. Without peer access a copy goes through the host's memory, twice over PCIe: 4.0
-with 8 lanes has 15.75 GB/s (PCI-SIG), so half of that.
-The latency of a link is assumed, with its launch and the meeting of the threads. Launches and bytes are those of the
-fused kernels, compared with tests/fake_accelerator.py.
+1.13 TB/s, of 3.35 published. With these two rates, the prediction for the kernels of a step at 1024 px is 10.7 ms,
+which equals the measured time. That step spends 12.1 ms in Python, 42 us for each of its 287 launches. NVLink: 900 GB/s
+for both directions together (NVIDIA H100 data sheet).
+RTX 4090: published figures, 165 TFLOP/s dense in bf16 with fp32 sums, and 1008 GB/s (NVIDIA Ada whitepaper). The time
+of a launch is the H100 machine's. Without peer access, a copy passes the host's memory and uses PCIe twice. PCIe 4.0
+with 8 lanes has 15.75 GB/s (PCI-SIG), so a copy has half of that.
+The latency of a link is an assumption. It includes the launch of the copy and the wait for the other threads. Launches
+and bytes are counted for the fused kernels. Tests compare them with tests/fake_accelerator.py.
 """
 
 from __future__ import annotations
@@ -22,28 +22,35 @@ from ..model.known_models import HEAD_DIM, MAX_TOKENS, VARIANTS, Architecture
 from ..model.latents import CHANNELS, DOWNSCALE, check_side
 from ..model.row_shards import find_groups
 
-EXCHANGES = 2  # in a block
-# of the float64 that are summed
+# Exchanges in a block: the all-reduce and the halo.
+EXCHANGES = 2
+# Bytes of a float64, the dtype of the sums.
 SUM_BYTES = 8
-# below this it is not worth two GPUs' memory
+# A smaller gain is not worth the memory of two GPUs.
 LEAST_GAIN = 1.2
-# launches outside the blocks and in one; of a norm; and in a block of a shard, besides one for each other member
+# Kernel launches: outside the blocks, in a block, and of the norms of query and key in a block. A block of a shard has
+# SHARDED more, and another one for each other member.
 OUTSIDE, BLOCK, NORMS, SHARDED = 27, 13, 3, 4
 
 
 class Link(NamedTuple):
-    """What devices hand each other tensors by: bytes a second into each, and seconds for one exchange."""
+    """The connection between devices."""
 
+    # Bytes per second into each device.
     bandwidth: float
+    # Seconds of an exchange in addition to the copy.
     latency: float
 
 
 class GpuSpeed(NamedTuple):
     """Speed of one device."""
 
-    tflops: float  # TFLOP/s of a product of matrices
-    bandwidth: float  # bytes a second of the kernels between the products
-    launch: float  # seconds of Python for a launch
+    # TFLOP/s of a matrix product.
+    tflops: float
+    # Bytes per second that the kernels between the products move.
+    bandwidth: float
+    # Seconds of Python for a launch.
+    launch: float
 
 
 LINKS = {"nvlink": Link(450e9, 10e-6), "pcie": Link(15.75e9 / 2, 50e-6)}
@@ -51,10 +58,12 @@ GPU_SPEEDS = {"nvlink": GpuSpeed(735.0, 1.13e12, 42e-6), "pcie": GpuSpeed(165.0,
 
 
 class Work(NamedTuple):
-    """What one device does in a step."""
+    """The work of one device in a step."""
 
     launches: int
+    # Floating-point operations of the matrix products.
     operations: float
+    # Bytes that the matrix products and the other kernels move.
     product_bytes: float
     other_bytes: float
 
@@ -69,35 +78,44 @@ class Work(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A step of one image on several devices, in groups that compute equal parts of its passes. `sum_bytes` and
-    `row_bytes` are those of one block: what a device brings of the sums, and one row for a neighbour."""
+    """The cost of a step of one image on several devices, compared with a single device ("alone")."""
 
     devices: int
+    # Groups of devices. Each group computes an equal part of the passes.
     groups: int
-    exchanges: int  # in a step
+    # Exchanges in a step.
+    exchanges: int
+    # Bytes that a device sends in a block: its sums, and one row for a neighbour.
     sum_bytes: int
     row_bytes: int
+    # Launches of a single device, and of each of several.
     launches_alone: int
-    launches: int  # of each device
-    moved_alone: float  # bytes of its memory
+    launches: int
+    # Bytes of memory that a single device moves, and each of several.
+    moved_alone: float
     moved: float
-    alone: float  # seconds of a step on one device
-    computing: float  # seconds on each of several, in threads of one process, with the rows that two compute
-    exchanging: float  # seconds
+    # Seconds of the step on a single device.
+    alone: float
+    # Seconds of the step on each of several devices, without the exchanges. They are threads of one process. The rows
+    # at a border are computed by two devices, and counted for both.
+    computing: float
+    # Seconds of the exchanges.
+    exchanging: float
 
     @property
     def gain(self) -> float:
-        """How many times as fast as one device they are."""
+        """The speed of the devices together, as a multiple of the speed of one."""
         return self.alone / (self.computing + self.exchanging)
 
 
 def split_cost(
     variant: str, size: tuple[int, int], devices: int, gpu: GpuSpeed, link: Link, passes: int = 2, element: int = 2
 ) -> Cost:
-    """Return the cost of a step with so many `passes`, 2 where it is guided, in numbers of `element` bytes.
+    """Return the cost of a step of an image on `devices` devices.
 
-    `size` is width and height in pixels, `gpu` each of the devices. Raises InputError for sides that are not multiples
-    of 32, and more devices than rows.
+    `size` is (width, height) in pixels. `gpu` is the speed of each device. `passes` is 2 with guidance, else 1.
+    `element` is the size of a number in bytes. Raises InputError for sides that are not multiples of 32, and for more
+    devices than rows.
     """
     for field, side in zip(("width", "height"), size, strict=True):
         check_side(field, side)
@@ -106,51 +124,53 @@ def split_cost(
         raise InputError(f"split: got {devices}, expected from 2 to {rows}, the rows of 32 pixels of the image")
     model = VARIANTS[variant]
     groups = find_groups(passes, [1.0] * devices)
-    members, own = devices // groups, passes // groups
+    members, group_passes = devices // groups, passes // groups
     sums = row = exchanges = 0
-    # the velocities, on the first device at the end
+    # At the end, the velocities are copied to the first device.
     exchanging = link.latency + passes * columns * rows * CHANNELS * element / link.bandwidth
     if members > 1:
-        exchanges, sums = EXCHANGES * model.layers, sum_bytes(model, own)
-        row = own * columns * model.width * element
+        exchanges, sums = EXCHANGES * model.layers, sum_bytes(model, group_passes)
+        row = group_passes * columns * model.width * element
         block = link.latency * EXCHANGES + ((members - 1) * sums + neighbours(members) * row) / link.bandwidth
         exchanging += model.layers * block
-    whole = work_of(model, columns, rows, passes, 1, element)
-    each = work_of(model, columns, -(-rows // members), own, members, element)
-    counts = whole.launches, each.launches, whole.moved, each.moved
-    seconds = whole.seconds(gpu, 1), each.seconds(gpu, devices)
+    alone = work_of(model, columns, rows, passes, 1, element)
+    shared = work_of(model, columns, -(-rows // members), group_passes, members, element)
+    counts = alone.launches, shared.launches, alone.moved, shared.moved
+    seconds = alone.seconds(gpu, 1), shared.seconds(gpu, devices)
     return Cost(devices, groups, exchanges + 1, sums, row, *counts, *seconds, exchanging)
 
 
 def neighbours(members: int) -> int:
-    """Return how many rows of others a member computes too, at most."""
+    """Return the largest number of rows of other members that a member computes too."""
     return min(2, members - 1)
 
 
 def work_of(model: Architecture, columns: int, rows: int, passes: int, members: int, element: int) -> Work:
-    """Return what one of so many `members` does for its `rows` of a step's `passes`.
+    """Return the work of one of `members` members for its `rows` rows of a step with `passes` passes.
 
-    Maps are counted in the model's width: what each operation of a block reads and writes.
+    The factors below count the maps of the model's width that the operations of a block read and write.
     """
     width, layers = model.width, model.layers
-    own, window = passes * columns * rows, passes * columns * (rows + neighbours(members))
-    # query, key and value 4, their sums 2 and outputs 2, the other products of attention 2 each and its softmax 2, the
-    # feed-forward's last 3.5, and its first 6 with the neighbours' rows
-    products = 19.5 * own + 6 * window
-    # The three norms and gates move 11. The depthwise writes 2.5 and reads 5, and the rows at a border of bands twice.
+    positions, window = passes * columns * rows, passes * columns * (rows + neighbours(members))
+    # Query, key and value move 4, their sums 2 and outputs 2. The other products of attention move 2 each, and the
+    # softmax 2. The last product of the feed-forward moves 3.5. Its first product moves 6, also for the neighbours'
+    # rows.
+    products = 19.5 * positions + 6 * window
+    # The three norms and gates move 11. The depthwise convolution writes 2.5 and reads 5. It reads the rows at the
+    # border of two bands twice.
     bands, _ = divide_rows(passes, rows, columns, int(2.5 * width))
-    others = (13.5 + 2 * NORMS * model.qk_norm) * own + 5 * (window + 2 * (bands - 1) * passes * columns)
+    other = (13.5 + 2 * NORMS * model.qk_norm) * positions + 5 * (window + 2 * (bands - 1) * passes * columns)
     sums = 0
     if members > 1:
-        # the rows together with the neighbours'
-        others += 2 * window
+        # Joining the rows with the neighbours' rows reads and writes one map.
+        other += 2 * window
         # A member writes its sums, reads the total, and for each other member writes a copy and adds it.
         sums = (2 + 4 * (members - 1)) * layers * sum_bytes(model, passes)
     matrices = layers * (13.5 * width + 2 * passes * MAX_TOKENS) * width + 7 * width**2
-    operations = own * position_flops(width, layers) + (window - own) * layers * hidden_flops(width)
+    operations = positions * position_flops(width, layers) + (window - positions) * layers * hidden_flops(width)
     block = BLOCK + NORMS * model.qk_norm + (SHARDED + members - 1 if members > 1 else 0)
     scale = layers * width * element
-    return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, others * scale + sums)
+    return Work(OUTSIDE + layers * block, operations, products * scale + matrices * element, other * scale + sums)
 
 
 def sum_bytes(model: Architecture, passes: int) -> int:
@@ -159,7 +179,7 @@ def sum_bytes(model: Architecture, passes: int) -> int:
 
 
 def position_flops(width: int, layers: int) -> int:
-    """Return the operations, a product and its sum being two, of a step for one position. Text is computed once."""
+    """Return the FLOPs of a step for one position, two per multiply-add. Excludes the text, which is computed once."""
     linear = 4 * width**2 + 2 * (HEAD_DIM + 1) * width
     cross = 2 * width**2 + 2 * MAX_TOKENS * width
     inner = int(2.5 * width)
@@ -168,6 +188,6 @@ def position_flops(width: int, layers: int) -> int:
 
 
 def hidden_flops(width: int) -> int:
-    """Return the operations of the inner convolutions of a feed-forward for one position."""
+    """Return the FLOPs of the first two convolutions of a feed-forward for one position."""
     inner = int(2.5 * width)
     return 2 * (width * 2 * inner + 2 * inner * 9)

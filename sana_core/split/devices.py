@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 # Seconds between two polls of the thread that waits.
 POLL_INTERVAL = 0.02
-# Seconds without an exchange or a result after which a GPU hangs. A step takes a GPU seconds, and builds kernels first.
+# Seconds without an exchange or a result after which a GPU counts as hung. A step takes seconds on a GPU, but the first
+# step builds kernels.
 HANG_TIMEOUT = 300.0
-# Seconds in which a thread ends after the others have failed or the step was cancelled. An exchange ends it.
+# Seconds to wait for a thread after another one has failed or the step was cancelled. It ends at its next exchange.
 ABORT_TIMEOUT = 30.0
 
 
@@ -53,7 +54,8 @@ class Split:
             try:
                 return self.step(x, work, parts, poll)
             except MembersFailed as failed:
-                # Without its frames, which would keep the failed step's tensors alive, and outside the handler too.
+                # The frames of the traceback would keep the failed step's tensors alive. So would this handler, so
+                # `drop` runs after it.
                 failure = failed.with_traceback(None)
             try:
                 self.drop(failure.members, failure.error, x.device)

@@ -51,11 +51,11 @@ def check_devices(devices: Sequence[torch.device]) -> None:
 def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[ImageSpec, torch.Tensor], None, None]:
     """Yield each image of `request` with its pixels [3, H, W] in [-1, 1], sampled and decoded by all of its devices.
 
-    Its latents are those of one device to within rounding, and on CPUs in float32, for widths of 512, 640, 768 px ...,
-    the same bits for any number of two and more. A device that fails is left out, and the step begun again without it.
-    `poll` cancels by raising. Raises InputError for a chunk of several images, for compiled models, and for devices
-    that cannot share an image. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be
-    loaded.
+    The latents differ from the latents of a single device only by rounding. On CPUs in float32, for widths of 512, 640,
+    768 px ..., two or more devices give the same bits for any number of devices. If a device fails, the others repeat
+    the step without it. `poll` cancels by raising. Raises InputError for a chunk of several images, for compiled
+    models, and for devices that cannot share an image. Raises CheckpointError, MissingFileError or ReadError for a
+    checkpoint that cannot be loaded.
     """
     workload, checkpoint, settings, devices = request
     if workload.chunk not in (None, 1):
@@ -106,7 +106,7 @@ def decode_split(
 
 
 def load_on(devices: Sequence[torch.device], checkpoint: Checkpoint, settings: ResolvedSettings) -> list[Models]:
-    """Return the models on each of `devices`, those of one device once; the decoder on the first alone."""
+    """Load the models on each of `devices`, but only once per device. Only the first device has the decoder."""
     loaded: dict[torch.device, Models] = {}
     for device in devices:
         if device not in loaded:

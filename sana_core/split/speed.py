@@ -1,4 +1,4 @@
-"""How fast devices compute, and copy tensors to each other: measured in about a second."""
+"""Measures how fast devices compute and copy tensors to each other. Takes about a second."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .cost import BLOCK, OUTSIDE, GpuSpeed, Link
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel
 
-# half of a step's arithmetic is in the feed-forwards: one of these on so many rows and columns, for so many seconds
+# Rows and columns of the feed-forward that is measured, and seconds of the measurement. Half of a step's arithmetic is
+# in the feed-forwards.
 SIZE, FEED_FORWARD_SECONDS = (16, 64), 0.3
-# of a square matrix, bytes of a copy, and seconds for each of their measurements
+# Side of the square matrices and bytes of the copy that are measured, and seconds of each measurement.
 SIDE, LARGE, SECONDS = 4096, 64 * 2**20, 0.2
 
 
 def device_name(device: torch.device) -> str:
-    """Return what devices that are equally fast have in common."""
+    """Return the name of the kind of device. Devices with the same name count as equally fast."""
     return device.type if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_name(device)
 
 
 def relative_speeds(devices: Sequence[torch.device], transformers: Sequence[SanaTransformer2DModel]) -> list[float]:
-    """Return the speeds of `devices`, each with its copy of the transformer: measured, unless all are of one kind."""
+    """Return the speeds of `devices`, each with its copy of the transformer. Measured only if their names differ."""
     if len({device_name(device) for device in devices}) == 1:
         return [1.0] * len(devices)
     measured: dict[torch.device, float] = {}
@@ -39,7 +40,7 @@ def relative_speeds(devices: Sequence[torch.device], transformers: Sequence[Sana
 
 @torch.no_grad()
 def measure(device: torch.device, transformer: SanaTransformer2DModel) -> float:
-    """Return the feed-forwards of the first block that `device` makes in a second."""
+    """Return how many feed-forwards of the first block `device` computes in a second."""
     block, config = transformer.transformer_blocks[0].ff, transformer.config
     width = config.num_attention_heads * config.attention_head_dim
     states = torch.zeros(1, SIZE[0] * SIZE[1], width, device=device, dtype=transformer.dtype)
@@ -74,10 +75,10 @@ def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> t
     first, second = devices[:2]
     square = torch.ones(SIDE, SIDE, device=first, dtype=dtype)
     tflops = 2 * SIDE**3 / seconds_of(lambda: square @ square, [first]) / 1e12
-    own, one = (torch.ones(size, device=first, dtype=torch.uint8) for size in (LARGE, 1))
+    block, byte = (torch.ones(size, device=first, dtype=torch.uint8) for size in (LARGE, 1))
     # A copy reads and writes.
     bandwidth = (
-        2 * LARGE / max(seconds_of(lambda: own.clone(), [first]) - seconds_of(lambda: one.clone(), [first]), 1e-9)
+        2 * LARGE / max(seconds_of(lambda: block.clone(), [first]) - seconds_of(lambda: byte.clone(), [first]), 1e-9)
     )
     large, small = (torch.ones(size, device=second, dtype=torch.uint8) for size in (LARGE, 1))
     latency = seconds_of(lambda: small.to(first), [first, second])
@@ -88,7 +89,7 @@ def probe(devices: list[torch.device], dtype: torch.dtype = torch.bfloat16) -> t
 def seconds_of(
     work: Callable[[], object], devices: list[torch.device], launches: int = 10, seconds: float = SECONDS
 ) -> float:
-    """Return how long `work` takes, of as many runs as `seconds` hold, so many launched before they are waited for."""
+    """Return the mean seconds of `work` over about `seconds`. It waits for the devices after each `launches` calls."""
     work()
     synchronize(devices)
     began, runs = time.perf_counter(), 0

@@ -1,7 +1,7 @@
 """The exchange between threads of one process, one for each device.
 
-A thread waits until the others have launched what it needs, not until it is computed: the copies from one device to
-another wait for that on the devices themselves.
+A thread waits until the others have launched the kernels for its inputs, but not until these have finished. The copies
+between devices wait for the kernels on the devices themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class ExchangeBoard:
-    """Where so many shards put what the others need, in the order of their rows."""
+    """The tensors that the shards of an image offer to each other, in the order of their rows."""
 
     def __init__(self, shards: int) -> None:
         self.barrier = Barrier(shards)
@@ -41,7 +41,7 @@ class Aborted(Exception):
 
 
 class ThreadExchange:
-    """The exchange of shard number `index` on `device`; counts what it takes from the others."""
+    """The exchange of shard number `index` on `device`. Counts its messages and bytes."""
 
     def __init__(self, board: ExchangeBoard, index: int, device: torch.device) -> None:
         self.board, self.index, self.device = board, index, device
@@ -58,7 +58,7 @@ class ThreadExchange:
 
     def halo(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         board, index = self.board, self.index
-        # copies, or each would keep all rows of its shard alive
+        # Clones, because a view would keep all rows of the shard in memory.
         board.edges[index] = first.clone(), last.clone()
         board.wait()
         above = board.edges[index - 1] if index else None

@@ -1,7 +1,7 @@
-"""The Ray cluster that the server's operator has configured, and what it is told of a MODEL.
+"""The Ray cluster that the server's operator has configured, and the description of a MODEL for its machines.
 
-A machine of the cluster loads the file that MODEL came from. The weights that LoRAs have changed go there. Workers stay
-for the next queue, as long as it is for the same MODEL.
+A machine of the cluster loads the file that MODEL came from, and receives the weights that LoRAs have changed. Workers
+stay for the next run, if it has the same MODEL.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 T = TypeVar("T")
-# the server's attribute
+# The attribute of the PromptServer that has the session.
 SESSION = "sana_cluster_session"
 
 
 def require_cluster() -> ClusterSettings:
-    """Return the cluster, and its share for this server. Raises InputError for none, and for a broken file of it."""
+    """Return the configured cluster. Raises InputError if there is none, or if its file is broken."""
     cluster = configured_cluster()
     if cluster is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
@@ -46,7 +46,7 @@ def require_cluster() -> ClusterSettings:
 
 
 def session_on(cluster: ClusterSettings) -> Session:
-    """Return the server's session on `cluster`; it is kept by the server, for it outlives graphs."""
+    """Return the session on `cluster`. It is an attribute of the server, because it outlives graphs."""
     server = PromptServer.instance
     session: Session | None = getattr(server, SESSION, None)
     if session is not None and session.cluster != cluster:
@@ -61,7 +61,7 @@ def session_on(cluster: ClusterSettings) -> Session:
 def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
     """Return the path of the file or folder that MODEL came from, the resolution and the reference that were chosen.
 
-    Raises InputError for weights that are multiplied as they are stored, in eight bits or fewer, by ComfyUI's layers.
+    Raises InputError if ComfyUI's layers compute with quantised weights, because a cluster cannot do that.
     """
     _, weight_dtype, resolution, reference, _ = loaded_from(model)
     if weight_dtype.endswith("fast") or model.model.model_config.quant_config:
@@ -72,9 +72,9 @@ def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
 
 
 def fingerprints(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Mapping[str, object]]:
-    """Return the fingerprint of each checkpoint. The first time, its files are read whole. Polls cancel."""
+    """Return the fingerprint of each checkpoint. The first time, this reads the whole files. Polls cancel."""
     poll = comfy.model_management.throw_exception_if_processing_interrupted
-    return {path: fingerprint(checkpoint, lambda done, total: poll()) for path, checkpoint in checkpoints.items()}
+    return {path: fingerprint(checkpoint, lambda *progress: poll()) for path, checkpoint in checkpoints.items()}
 
 
 def run_for(
@@ -100,11 +100,11 @@ def run_for(
 
 
 def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the transformer's weights that LoRAs change, or eight bits, as this machine would generate with them.
+    """Return the transformer's weights that LoRAs change or that have eight bits, by diffusers' names.
 
-    By diffusers' names.
+    They have the values and the dtype with which this machine would generate.
     """
-    device, own = model.load_device, model.model.get_dtype_inference()
+    device, model_dtype = model.load_device, model.model.get_dtype_inference()
     changed = {}
     for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
         if patches:
@@ -114,6 +114,6 @@ def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             weight = comfy.float.stochastic_rounding(patched, weight.dtype, seed=comfy.utils.string_to_seed(key))
         elif weight.itemsize > 1:
             continue
-        # torch unpickles no tensor of eight bits
-        changed[key.removeprefix(WEIGHTS)] = weight.to("cpu", own)
+        # torch cannot unpickle tensors of eight bits.
+        changed[key.removeprefix(WEIGHTS)] = weight.to("cpu", model_dtype)
     return changed

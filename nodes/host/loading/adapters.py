@@ -1,7 +1,7 @@
-"""LoRAs as ComfyUI's patches: what sana_core reads, and of the rest what ComfyUI can really apply.
+"""LoRAs as ComfyUI's patches: adapters that sana_core reads, and other adapters that ComfyUI can apply.
 
-That is tried on weights that have a shape and no numbers: what it cannot apply it only logs, in the midst of sampling,
-and goes on without it.
+Whether ComfyUI can apply an adapter is tried on meta tensors. Without this check, ComfyUI would only log an error
+during sampling, and continue without the adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNREADABLE = "its tensors are not those of a LoRA that ComfyUI reads"
 
 
 class ReadAdapter(WeightAdapterBase):
-    """An adapter as sana_core reads it. ComfyUI asks it for the weight, and moves tensors in tuples to devices."""
+    """An adapter that sana_core has read. ComfyUI calls it for the patched weight, and moves its tuple of tensors."""
 
     name = "sana"
 
@@ -42,10 +42,11 @@ def fitting_patches(
     shapes: Mapping[str, torch.Size],
     patches: dict[str, object],
 ) -> dict[str, str]:
-    """Add what ComfyUI can apply of a LoRA to `patches`, by weight, and return {layer that does not fit whole: why}.
+    """Add the layers of a LoRA that ComfyUI can apply to `patches`. Returns {layer that does not fit: reason}.
 
-    `keys` are the weights by the layers' names and `shapes` those of the weights. Why is empty for an unknown name. A
-    layer is applied whole or not at all, and of two for the same weight the first: ComfyUI would forget one of them.
+    `keys` is {layer: weight} and `shapes` is {weight: shape}. The reason is empty for an unknown layer. A layer is
+    applied completely or not at all. If two layers have the same weight, only the first is applied, because ComfyUI
+    would forget one of them without a message.
     """
     misfits = {}
     for name, tensors in layers.items():
@@ -56,24 +57,24 @@ def fitting_patches(
             misfits[name] = UNREADABLE
             continue
         try:
-            found = comfy.lora.load_lora(as_wide(tensors, shapes[keys[name]]), {name: keys[name]}, log_missing=False)
-        except (KeyError, RuntimeError):  # a part is missing, or alpha is no number
-            found = {}
-        fits = all(key in shapes and can_apply(patch, shapes[key]) for key, patch in found.items())
-        if not found:
+            loaded = comfy.lora.load_lora(as_wide(tensors, shapes[keys[name]]), {name: keys[name]}, log_missing=False)
+        except (KeyError, RuntimeError):  # A part is missing, or alpha is not a single number.
+            loaded = {}
+        fits = all(key in shapes and can_apply(patch, shapes[key]) for key, patch in loaded.items())
+        if not loaded:
             misfits[name] = UNREADABLE
         elif not fits:
             got = " and ".join(str(list(tensor.shape)) for tensor in tensors.values() if tensor.shape)
             misfits[name] = f"got {got}, expected {list(shapes[keys[name]])}"
-        elif patches.keys() & found.keys():
+        elif patches.keys() & loaded.keys():
             misfits[name] = TWICE
         else:
-            patches.update(found)
+            patches.update(loaded)
     return misfits
 
 
 def as_wide(tensors: dict[str, torch.Tensor], shape: torch.Size) -> dict[str, torch.Tensor]:
-    """Return `tensors` with the difference of a 1x1 convolution as a Linear layer has it, or the other way round."""
+    """Return `tensors` with `.diff` reshaped to `shape`, if one is a 1x1 convolution and the other a Linear."""
     return {
         key: tensor.reshape(shape) if key.endswith(".diff") and squeezed(tensor.shape) == squeezed(shape) else tensor
         for key, tensor in tensors.items()
@@ -81,27 +82,28 @@ def as_wide(tensors: dict[str, torch.Tensor], shape: torch.Size) -> dict[str, to
 
 
 def squeezed(shape: torch.Size) -> tuple[int, ...]:
-    """Return the shape of a weight, of a 1x1 convolution that of the same product of matrices."""
+    """Return `shape` without the kernel size of a 1x1 convolution."""
     return tuple(shape[:2] if shape[2:] == (1, 1) else shape)
 
 
 def can_apply(patch: object, shape: torch.Size) -> bool:
     """Whether ComfyUI can apply `patch` to a weight of that shape."""
-    # prompts run in inference mode, whose tensors have no version
+    # ComfyUI runs nodes in inference mode, but tensors of inference mode have no `_version`.
     with torch.inference_mode(False):
         weight = torch.empty(shape, device="meta", dtype=torch.float32)
         try:
             if isinstance(patch, WeightAdapterBase) and patch.calculate_shape("") not in (None, tuple(shape)):
-                return False  # it would make the weight larger, and the layer has no use for that
+                # It would enlarge the weight, which the layer does not support.
+                return False
             patched = comfy.lora.calculate_weight([(1.0, without_numbers(patch), 1.0, None, None)], weight, "")
-        except Exception:  # each kind of adapter raises what its arithmetic raises
+        except Exception:  # The kinds of adapters raise different errors.
             return False
-        # it writes into the weight, or swallows its error and leaves the weight as it was
+        # ComfyUI writes into the weight. If it catches an error, the weight is unchanged.
         return patched is weight and weight._version > 0
 
 
 def without_numbers(patch: object) -> object:
-    """Return a copy of `patch` whose tensors have no numbers, without limits, which ask for some, and new shapes."""
+    """Return a copy of `patch` with meta tensors, with every float 0, and without lists such as new shapes."""
     if isinstance(patch, WeightAdapterBase):
         return type(patch)(patch.loaded_keys, without_numbers(patch.weights))
     if isinstance(patch, tuple):

@@ -42,7 +42,7 @@ class SanaTokenizer:
     """Text to (token, weight) pairs. Weights are always 1: SANA reads brackets as brackets."""
 
     def __init__(self, tokenizer: Tokenizer, config: dict, reference: str) -> None:
-        """`config` is Gemma 2's, `reference` whose reading of prompts is followed."""
+        """`config` is the config of Gemma 2. `reference` is the codebase whose handling of prompts is used."""
         self.tokenizer = tokenizer
         self.config = {**config, "reference": reference}
         self.reference = reference
@@ -74,24 +74,27 @@ class SanaTokenizer:
         return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
-        """Return the text of what `SanaTextModel.generate` has returned."""
+        """Return the text of token ids that `SanaTextModel.generate` has returned."""
         return self.tokenizer.decode(token_ids)
 
     def state_dict(self) -> dict:
-        """What ComfyUI writes into a file beside the weights, with the prefix by which CLIPSave puts it to them."""
+        """Return the tokenizer and the config as tensors, which ComfyUI saves in the file of the weights.
+
+        With the prefix KEY, CLIPSave writes them to the file of the weights.
+        """
         content = torch.frombuffer(bytearray(self.tokenizer.content), dtype=torch.uint8)
-        own = {self.tokenizer.kind: content, **config_tensor("text_encoder", self.config)}
-        return {f"{KEY}.{name}": value for name, value in own.items()}
+        tensors = {self.tokenizer.kind: content, **config_tensor("text_encoder", self.config)}
+        return {f"{KEY}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
-    """Return what ComfyUI's CLIP calls tokens of what `read_prompt` has read."""
+    """Convert the result of `read_prompt` to the tokens that ComfyUI's CLIP expects."""
     ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
     return {KEY: [[(token, 1.0, *tail) for token in ids]]}
 
 
 def check_options(options: dict) -> None:
-    """Say under the running node which of `options`, inputs for other text encoders, have no effect on Gemma 2."""
+    """Write under the node which `options` have no effect on Gemma 2. Raises InputError for images, video and audio."""
     for name, value in options.items():
         is_unset = value is None or (isinstance(value, (bool, str, list, tuple, dict)) and not value)
         if is_unset or name in HARMLESS:
@@ -102,11 +105,11 @@ def check_options(options: dict) -> None:
 
 
 class SanaTextModel(torch.nn.Module):
-    """Gemma 2 behind the calls that ComfyUI's CLIP makes."""
+    """Gemma 2 with the methods that ComfyUI's CLIP calls."""
 
     def __init__(self, gemma: Gemma2Model, tokenizer: Tokenizer) -> None:
         super().__init__()
-        # the names by which ComfyUI's checkpoints and LoRA know Gemma 2
+        # ComfyUI's checkpoints and LoRAs have these names for Gemma 2.
         self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
         self.pad_token = tokenizer.pad_token
         self.stop_tokens = stop_tokens(tokenizer, gemma)
@@ -137,9 +140,9 @@ class SanaTextModel(torch.nn.Module):
     def generate(
         self, pairs: dict[str, list[list[tuple]]], do_sample: bool, max_length: int, mtp: bool = False, **options
     ) -> list[int]:
-        """Return the token ids that Gemma 2 writes behind those of a text, at most `max_length`; cancel ends it.
+        """Return at most `max_length` token ids that Gemma 2 writes after a text. Cancel is polled for each token.
 
-        `mtp` asks for several tokens at once, of models that predict them; Gemma 2 does not.
+        `mtp` is for models that predict several tokens at once. It has no effect on Gemma 2.
         """
         bar = comfy.utils.ProgressBar(max_length)
         choose = token_sampler(**options) if do_sample else most_likely
@@ -156,9 +159,9 @@ class SanaTextModel(torch.nn.Module):
 
 
 def token_sampler(seed: int | None = None, **options) -> Callable[[torch.Tensor, Sequence[int]], int]:
-    """Return a function that picks tokens at random, as ComfyUI's own models do with those options.
+    """Return a function that samples tokens with ComfyUI's options for its own models.
 
-    It draws on the CPU, so that a seed draws the same everywhere.
+    It samples on the CPU, so that a seed gives the same tokens on all devices.
     """
     from comfy.text_encoders.llama import BaseGenerate
 
@@ -214,16 +217,16 @@ def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
 
 
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:
-    """Return the CONDITIONING of `text`, with SANA's instruction before it or without, and how it was read.
+    """Return the CONDITIONING of `text`, with or without SANA's instruction, and the tokenized prompt.
 
-    `clip` is SANA's, or that of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2.
+    `clip` is SANA's CLIP, or the CLIP of ComfyUI's CLIPLoader with type pixeldit, which has the same Gemma 2.
     """
     reference = NVIDIA
     if isinstance(clip.tokenizer, SanaTokenizer):
         split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
         reference = clip.tokenizer.reference
     elif theirs := pixeldit_tokenizer(clip.tokenizer):
-        # pixeldit's own tokenization puts the instruction before negative prompts too
+        # ComfyUI's tokenization for pixeldit would add the instruction to negative prompts too.
         split, pad_token = theirs
     else:
         raise InputError(
@@ -235,16 +238,16 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Tok
 
 
 def encode_list(clip: comfy.sd.CLIP, prompts: list[str], instruction: bool) -> tuple[list, list[str]]:
-    """Return the CONDITIONING of `prompts`, one row of embeddings each, and what was cut, a line for each cut prompt.
+    """Return the CONDITIONING of `prompts` with one row per prompt, and a line for each prompt that was cut.
 
-    A prompt has the same row in any list.
+    The row of a prompt does not depend on the other prompts.
     """
     rows, notes = [], []
     for number, prompt in enumerate(prompts, 1):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        ((embeds, rest),), reading = encode(clip, prompt, instruction)
+        ((embeds, options),), reading = encode(clip, prompt, instruction)
         if reading.note:
             notes.append(f"prompt {number}: {reading.note}")
-        rows.append((embeds, rest["attention_mask"]))
+        rows.append((embeds, options["attention_mask"]))
     embeds, mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return [[embeds, {**rest, "attention_mask": mask, ENCODED: None}]], notes
+    return [[embeds, {**options, "attention_mask": mask, ENCODED: None}]], notes

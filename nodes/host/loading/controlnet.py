@@ -65,8 +65,8 @@ class SanaControlNet(comfy.controlnet.ControlNet):
             raise InputError(f"image: got {hints} control images for {images} images; give one, or one for each")
         sampling = self.model_sampling_current
         timesteps = sampling.timestep(t) * timestep_scale(sampling)
-        whole = transformer_options.get(WHOLE_TIMESTEPS, False)
-        self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, whole)}
+        round_down = transformer_options.get(WHOLE_TIMESTEPS, False)
+        self.extra_args = {"sampled_timesteps": model_timestep(self.control_model, timesteps, round_down)}
         if self.cond_hint is None and self.hint_latent is not None:
             dtype = self.manual_cast_dtype or self.control_model.dtype
             self.cond_hint = self.hint_latent.to(device=x_noisy.device, dtype=dtype)

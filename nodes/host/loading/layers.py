@@ -1,7 +1,7 @@
-"""The libraries' layers as layers of ComfyUI, which casts, patches and offloads their weights as they run.
+"""Makes the layers of diffusers and transformers layers of ComfyUI, which casts, patches and offloads their weights.
 
-Without that, ComfyUI leaves a layer on the CPU when only a part of the model fits on the GPU, and under dynamic VRAM
-ignores its patches without a word.
+Otherwise, ComfyUI would leave a layer on the CPU if only a part of the model fits on the GPU. With dynamic VRAM it
+would ignore the patches of the layer without a message.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LOOKUPS = 1024
 
 
 class LendingLayer:
-    """A layer of ComfyUI that lends its weights to a kernel as it would use them itself (sana_core/model/layers.py)."""
+    """A layer of ComfyUI that lends its cast and patched weights to a kernel. See sana_core/model/layers.py."""
 
     def with_weights(self, like: torch.Tensor, use: WeightsUse) -> torch.Tensor:
-        """Return `use(weight, bias)` of the weights as ComfyUI casts, streams and patches them for the input `like`."""
+        """Return `use(weight, bias)` for the weights that ComfyUI casts, streams and patches for the input `like`."""
         comfy.ops.run_every_op()
-        # as the layer's own forward asks
+        # ComfyUI's forward of the layer has the same condition.
         if not (self.comfy_cast_weights or self.weight_function or self.bias_function):
             return use(self.weight, self.bias)
         weight, bias, stream = comfy.ops.cast_bias_weight(self, like, offloadable=True)
@@ -42,7 +42,7 @@ class LendingLayer:
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
-    """A layer of a library that takes `weight` and perhaps `bias`, and computes in the dtype of its input."""
+    """A layer of a library with a `weight`, and perhaps a `bias`, that computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_ready(x):
@@ -50,7 +50,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return self.with_weights(x, lambda weight, bias: self.run_with(weight, bias, x))
 
     def with_weights(self, like: torch.Tensor, use: WeightsUse) -> torch.Tensor:
-        """Return `use(weight, bias)` of the weights as the input `like` needs them, cast and patched."""
+        """Return `use(weight, bias)` for the weights, cast and patched for the input `like`."""
         if self.is_ready(like):
             return use(self.weight, self.bias)
         weight, bias, stream = comfy.ops.cast_bias_weight(self, like, self.dtype_for(like), offloadable=True)
@@ -62,24 +62,24 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return like.dtype
 
     def is_ready(self, like: torch.Tensor) -> bool:
-        """Whether the weights are where `like` is, as the layer computes with them."""
+        """Whether the weights need no cast, no patch and no move for the input `like`."""
         is_cast = self.weight.dtype == self.dtype_for(like) and self.weight.device == like.device
         return is_cast and not self.weight_function and not self.bias_function
 
     def run_with(self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """Return what the library's layer makes of `x` with other weights than its own."""
-        own = self._parameters
+        """Run the library's forward with these weights in place of the parameters."""
+        parameters = self._parameters
         self._parameters = {"weight": weight, "bias": bias}
         try:
             return super().forward(x)
         finally:
-            self._parameters = own
+            self._parameters = parameters
 
 
 class LookupLayer(CastLayer):
-    """An embedding that brings over the rows it looks up, instead of all: Gemma 2's has 1.2 GB in bf16.
+    """An embedding that moves only the requested rows to the GPU. Gemma 2's embedding has 1.2 GB in bf16.
 
-    It gives them in `compute_dtype`.
+    Its output has `compute_dtype`.
     """
 
     compute_dtype: torch.dtype
@@ -96,12 +96,12 @@ class LookupLayer(CastLayer):
         return self.run_with(rows.to(device=ids.device, dtype=self.compute_dtype), None, places)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the product of `states` [..., C] and the rows [V, C], as a head that shares the weight makes it."""
+        """Return the logits [..., V] of `states` [..., C]. The output head shares this weight [V, C]."""
         weight, stream = self.weight, None
-        # dynamic VRAM keeps it on the GPU from one token to the next
+        # With dynamic VRAM, the weight stays on the GPU between tokens.
         if hasattr(self, "_v") or self.weight_function:
             weight, _, stream = comfy.ops.cast_bias_weight(self, states, weight.dtype, offloadable=True)
-        # otherwise a part at a time comes over
+        # Otherwise, one part after another is moved to the GPU.
         out = [torch.nn.functional.linear(states, part.to(states)) for part in weight.split(PART)]
         comfy.ops.uncast_bias_weight(self, weight, None, stream)
         return torch.cat(out, dim=-1)
@@ -110,8 +110,8 @@ class LookupLayer(CastLayer):
 class LookupPatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher whose estimates count only the rows that a LookupLayer reads while its weight is on the CPU.
 
-    ComfyUI loads first what needs most memory to run from the CPU, and reserves that memory. For Gemma 2's embedding it
-    would reserve the whole weight and a copy in fp32, 3.5 GB.
+    ComfyUI first loads the modules that would need the most memory to run from the CPU, and reserves that memory. For
+    Gemma 2's embedding it would reserve the whole weight and a copy in fp32, 3.5 GB.
     """
 
     def _load_list(self, *args, **options):
@@ -130,17 +130,18 @@ class LookupPatcher(comfy.model_patcher.ModelPatcher):
 
 
 def is_stored(layer: torch.nn.Module) -> bool:
-    """Whether the weights of `layer` are nearly all of a model's, and so have the dtype that it is stored in."""
+    """Whether `layer` is of a kind that has nearly all weights of a model. Such layers keep the dtype for storage."""
     return type(layer) in (torch.nn.Linear, torch.nn.Conv2d) or isinstance(layer, torch.nn.Embedding)
 
 
 def adopt(module: torch.nn.Module, operations: type, compute_dtype: torch.dtype) -> None:
-    """Turn every layer below `module` that has weights into one of `operations`, a namespace of comfy.ops.
+    """Replace the class of every layer below `module` that has weights. `operations` is a namespace of comfy.ops.
 
-    Linear and Conv2d become its own, and Conv2d lends its weights; any other becomes a CastLayer, whose arithmetic is
-    the library's. Parameters of modules that hold other modules stay as they are: see `keep_on_device`.
+    Linear and Conv2d get the classes of `operations`, and Conv2d also lends its weights. All other layers become a
+    CastLayer, which computes as the library does. Parameters outside of such layers do not change. See
+    `keep_on_device`.
     """
-    # core's tests of a layer's kind are by class and by name
+    # ComfyUI tests the kind of a layer by its class and by the name of the class.
     kinds: dict[type, type] = {torch.nn.Conv2d: type("Conv2d", (LendingLayer, operations.Conv2d), {})}
     for child in module.modules():
         kind = type(child)
@@ -151,7 +152,7 @@ def adopt(module: torch.nn.Module, operations: type, compute_dtype: torch.dtype)
         elif child._parameters.get("weight") is not None and not hasattr(child, "comfy_cast_weights"):
             base = LookupLayer if isinstance(child, torch.nn.Embedding) else CastLayer
             if base is LookupLayer:
-                # it is for gradients alone, and no row of a table that is looked up already
+                # padding_idx matters only for gradients, and is no valid index of a table of the requested rows.
                 child.padding_idx = None
                 child.compute_dtype = compute_dtype
             child.__class__ = kinds.setdefault(kind, type(f"Cast{kind.__name__}", (base, kind), {}))
@@ -160,21 +161,21 @@ def adopt(module: torch.nn.Module, operations: type, compute_dtype: torch.dtype)
 
 
 def is_mixed(operations: type) -> bool:
-    """Whether `operations` are those for quantised files, whose Linear is no torch.nn.Linear."""
+    """Whether `operations` are for quantised files. Their Linear is not a torch.nn.Linear."""
     return not issubclass(operations.Linear, torch.nn.Linear)
 
 
 def keep_on_device(patcher: ModelPatcher) -> None:
-    """Make `patcher` and its clones load what ComfyUI cannot cast, however little of the model fits."""
+    """Make `patcher` and its clones load all weights that ComfyUI cannot cast, even if little of the model fits."""
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, KEEP, load_rest)
 
 
 def load_rest(
     patcher: ModelPatcher, device: torch.device, memory: float, force_patch_weights: bool, full_load: bool
 ) -> None:
-    """Move parameters and buffers of all modules that are no layers of ComfyUI to `device`; ComfyUI calls this.
+    """Move parameters and buffers of all modules that are not ComfyUI's layers to `device`. ComfyUI calls this.
 
-    It does so itself under dynamic VRAM and where all of the model fits.
+    With dynamic VRAM, or if the whole model fits, ComfyUI does this itself.
     """
     if full_load or patcher.is_dynamic():
         return

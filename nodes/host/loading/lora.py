@@ -1,4 +1,4 @@
-"""LoRA on SANA, as ComfyUI puts it on a model's weights."""
+"""LoRAs for SANA as patches of a MODEL and a CLIP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIX = "diffusion_model."
 
 
 def model_keys(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name in a LoRA: weight}, for the dialects that ComfyUI does not know of SANA by itself; else nothing."""
+    """Return {name in a LoRA: weight} for naming schemes that ComfyUI lacks for SANA. Empty for other models."""
     if not isinstance(model, SanaModel):
         return {}
     names = written_names(layer_weights(model.diffusion_model))
@@ -40,7 +40,7 @@ def model_keys(model: torch.nn.Module) -> dict[str, str]:
 
 
 def clip_keys(text_model) -> dict[str, str]:
-    """Return {name in a LoRA: weight} of Gemma 2 as PEFT writes it."""
+    """Return {name in a LoRA of PEFT: weight} of Gemma 2."""
     inner = "gemma2_2b.transformer.model."
     keys = {}
     for weight in text_model.state_dict():
@@ -58,10 +58,11 @@ def apply_lora(
     strength_clip: float = 1.0,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
-    """Return `model` and `clip` with the LoRA at `path`, and how much of it fits.
+    """Return `model` and `clip` with the LoRA at `path`, and a text with the number of layers that fit.
 
-    What sana_core reads of it is computed as the commands do; the text encoder's layers, and other kinds of adapters,
-    are ComfyUI's. `tensors` are the file's, if the caller has read it. Without them, ComfyUI may map the file.
+    Adapters that sana_core reads are applied as by the commands. ComfyUI applies the text encoder's layers and other
+    kinds of adapters. `tensors` is the content of the file, if the caller has read it. If None, ComfyUI may map the
+    file.
     """
     transformer = require_sana(model.model).diffusion_model
     checkpoint = find_part(inspect_checkpoint(path), "lora")

@@ -1,6 +1,6 @@
-"""A transformer's layers in ComfyUI's quantised formats: quantised as a plain file is loaded, or as a file has them.
+"""A transformer's layers in ComfyUI's quantised formats, from a plain file or from a quantised file.
 
-Its 1x1 convolutions, 47 % of SANA's parameters, become Linear layers there, which alone have such formats.
+The 1x1 convolutions, 47 % of SANA's parameters, become Linear layers, because ComfyUI quantises only these.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from ....sana_core.errors import InputError
 
 OFF = "off"
-# of each choice: ComfyUI's name of the format, and how a weight is quantised
+# Choice: ComfyUI's name of the format, and the options of the quantisation.
 FORMATS: dict[str, tuple[str, dict[str, object]]] = {
     "fp8": ("float8_e4m3fn", {"scale": "recalculate"}),
     "int8": ("int8_tensorwise", {"per_channel": True}),
-    # rotated by Hadamard matrices, which spread outliers (ConvRot)
+    # The weight is rotated by Hadamard matrices, which spread outliers (ConvRot).
     "int8_convrot": ("int8_tensorwise", {"per_channel": True, "convrot": True}),
     "mxfp8": ("mxfp8", {}),
     "nvfp4": ("nvfp4", {"scale": "recalculate"}),
 }
-# sizes of those matrices, of which the largest that divides a layer's width is taken
+# Sizes of these matrices. The largest size that divides a layer's width is used.
 ROTATIONS = (256, 64, 16)
-# attention and feed-forward: what lies around the blocks is small, and sets what all of them compute with
+# Attention and feed-forward. The layers outside the blocks are small, and affect the inputs of all blocks.
 LAYERS = re.compile(r"transformer_blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ff\.conv_(inverted|point))")
 
 
 def choices() -> list[str]:
-    """Return what can be chosen on this computer, off first."""
+    """Return the choices on this computer, off first."""
     return [OFF, *(name for name in FORMATS if is_offered(name))]
 
 
 def is_offered(name: str) -> bool:
-    """Whether this ComfyUI has the format, and the device that quantises can: a CPU has no blocks of scales."""
+    """Whether this ComfyUI has the format, and its device supports it. mxfp8 and nvfp4 do not run on every device."""
     device = comfy.model_management.get_torch_device()
     runs = {
         "mxfp8": comfy.model_management.supports_mxfp8_compute,
@@ -57,10 +57,10 @@ def check_choice(name: str, weight_dtype: str, is_quantised: bool) -> None:
 
 
 class Pointwise:
-    """A Linear layer of ComfyUI in the place of a 1x1 convolution: it takes maps too, and is saved as a convolution."""
+    """A Linear layer of ComfyUI in place of a 1x1 convolution. It also accepts maps, and is saved as a convolution."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product for `x` [B, N, C], or for maps [B, C, h, w], which torch's convolution takes."""
+        """Return the product for `x` [B, N, C], or for maps [B, C, h, w] as a convolution has them."""
         if x.dim() < 4:
             return super().forward(x)
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -78,32 +78,32 @@ def is_product(layer: torch.nn.Module) -> bool:
 
 
 def linear_like(plain: torch.nn.Module, operations: type) -> torch.nn.Module:
-    """Return a Linear of `operations` as wide as the product `plain`, without weights."""
+    """Return a Linear of `operations` with the input and output width of `plain`, without weights."""
     if isinstance(plain, torch.nn.Linear):
         return operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, device="cpu")
-    # adapters in bypass mode, meant for quantised models, tell by the name what they have to do with maps
+    # ComfyUI's adapters in bypass mode recognise a convolution by the name of its class.
     kind = type("Conv2d", (Pointwise, operations.Linear), {})
     return kind(plain.in_channels, plain.out_channels, plain.bias is not None, device="cpu")
 
 
 def fill_quantised(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Return `layer` of `linear_like` with a file's `tensors` of it: weight, scales, bias and format.
+    """Fill `layer`, a result of `linear_like`, with `tensors`: weight, scales, bias and format. Returns the layer.
 
-    Raises what ComfyUI raises for a format that it does not know.
+    Raises ComfyUI's errors for an unknown format.
     """
-    own = dict(tensors)
+    state = dict(tensors)
     for name in ("weight", "weight_scale"):
-        # of a 1x1 convolution
-        if name in own and own[name].dim() == 4:
-            own[name] = own[name].flatten(1)
-    layer.load_state_dict(own, assign=True)
+        # 1x1 convolutions have four dimensions.
+        if name in state and state[name].dim() == 4:
+            state[name] = state[name].flatten(1)
+    layer.load_state_dict(state, assign=True)
     return layer.requires_grad_(False)
 
 
 def quantise(module: torch.nn.Module, name: str, operations: type, device: torch.device) -> None:
-    """Exchange the layers of `module`'s blocks for Linear layers of `operations` in the format `name`.
+    """Replace the layers of `module`'s blocks by Linear layers of `operations` in the format `name`.
 
-    They are quantised on `device`, one after the other, and left on the CPU.
+    They are quantised on `device`, one after another. The results are on the CPU.
     """
     algorithm, options = FORMATS[name]
     layout = comfy.quant_ops.QUANT_ALGOS[algorithm]["comfy_tensor_layout"]
@@ -114,8 +114,8 @@ def quantise(module: torch.nn.Module, name: str, operations: type, device: torch
         if options.get("convrot"):
             size = next(size for size in ROTATIONS if weight.shape[1] % size == 0)
             form |= {"convrot": True, "convrot_groupsize": size}
-        own = options | {key: value for key, value in form.items() if key != "format"}
-        quantised = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, **own)
+        arguments = options | {key: value for key, value in form.items() if key != "format"}
+        quantised = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, **arguments)
         tensors = {key: tensor.cpu() for key, tensor in quantised.state_dict("weight").items()}
         tensors["comfy_quant"] = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8)
         if plain.bias is not None:

@@ -52,7 +52,7 @@ def load(folder: Path) -> HostScorer:
     with Polled(management.throw_exception_if_processing_interrupted):
         device, home = management.text_encoder_device(), management.text_encoder_offload_device()
         scorer = load_scorer(folder, home, management.text_encoder_dtype(device))
-    # in a list, for ComfyUI writes device, which transformers' modules have without setter
+    # In a ModuleList, because ComfyUI assigns `device`, and models of transformers have no setter for it.
     return HostScorer(scorer, comfy.model_patcher.ModelPatcher(torch.nn.ModuleList([scorer.model]), device, home))
 
 

@@ -40,8 +40,10 @@ SHARE = 0.5
 class SanaAutoencoder(AutoencoderDC):
     """DC-AE with the calls that ComfyUI's VAE makes."""
 
-    device = None  # ComfyUI writes it; diffusers has a property without setter here
-    comfy_has_chunked_io = True  # decode writes into ComfyUI's buffer, encode takes images from wherever they are
+    # ComfyUI assigns the device, but diffusers has a property without a setter.
+    device = None
+    # `decode` writes into ComfyUI's buffer, and `encode` accepts images on any device.
+    comfy_has_chunked_io = True
 
     def decode_output_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return (shape[0], 3, shape[2] * DOWNSCALE, shape[3] * DOWNSCALE)

@@ -28,7 +28,8 @@ from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 if TYPE_CHECKING:
     from ....sana_core.checkpoints import Checkpoint
 
-QUANTISATION = "_quantization_metadata"  # ComfyUI's key
+# ComfyUI's key in the metadata of quantised files.
+QUANTISATION = "_quantization_metadata"
 
 
 def read(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
@@ -89,19 +90,19 @@ def load_quantised(
     """
     tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(checkpoint))
     for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
-        own = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        layer_tensors = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         try:
             plain = module.get_submodule(name)
-            own = {key.removeprefix(f"{name}."): value for key, value in own.items()}
+            layer_tensors = {key.removeprefix(f"{name}."): value for key, value in layer_tensors.items()}
             if isinstance(plain, torch.nn.Embedding):
                 table = operations.Linear(plain.embedding_dim, plain.num_embeddings, bias=False, device="cpu")
                 # Formats with blocks of scales pad the rows and the columns.
-                weight = fill_quantised(table, own).weight.dequantize()
+                weight = fill_quantised(table, layer_tensors).weight.dequantize()
                 tensors[f"{name}.weight"] = weight[: plain.num_embeddings, : plain.embedding_dim]
                 continue
             if not is_product(plain):
                 raise ValueError(f"a {type(plain).__name__}")
-            layer = fill_quantised(linear_like(plain, operations), own)
+            layer = fill_quantised(linear_like(plain, operations), layer_tensors)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{checkpoint.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
@@ -134,13 +135,13 @@ def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Te
     ComfyUI's nodes for saving write tensors, but no metadata of a pack. So the configuration becomes a tensor of
     bytes, like the tokenizers of ComfyUI's own text encoders.
     """
-    known = {key: value for key, value in config.items() if key != "_name_or_path"}
+    fields = {key: value for key, value in config.items() if key != "_name_or_path"}
     class_name = CHECKPOINT_KINDS[kind].classes[0]
     named = {"architectures": [class_name]} if kind == "text_encoder" else {"_class_name": class_name}
-    content = json.dumps({**known, **named}).encode()
+    content = json.dumps({**fields, **named}).encode()
     return {SAVED_CONFIG: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 where `device` has it, else fp32: Gemma 2 and DC-AE overflow in fp16."""
+    """Return bf16 if `device` has it, else fp32. Gemma 2 and DC-AE overflow in fp16."""
     return torch.bfloat16 if comfy.model_management.should_use_bf16(device) else torch.float32

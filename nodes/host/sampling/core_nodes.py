@@ -1,7 +1,7 @@
-"""What other nodes put on a MODEL and on prompts for models of another kind: it fits SANA, is refused, or is named.
+"""Settings of other nodes on a MODEL and on prompts: converted for SANA, refused, or reported as without effect.
 
-Named are the functions that they give for layers (attention, blocks), of which SANA's forward runs none: the node that
-made a function stands in its qualified name.
+SANA's forward does not run functions of other nodes for single layers, such as patches of attention or blocks. The
+report names the node that has defined such a function, which is the beginning of its qualified name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from comfy.model_patcher import ModelPatcher
 
-# in a sampling's transformer_options
+# Key in the transformer_options of a sampling: its Notes.
 NOTES = "sana_notes"
-# the Notes of SANA Batch Sampler for all of its samplings, in the transformer_options of its MODELs
+# Key in the transformer_options of the MODELs of SANA Batch Sampler: the Notes for all of its samplings.
 BATCH_NOTES = "sana_batch_notes"
-# the embeddings as they were encoded, in a conditioning beside what other nodes made of them
+# Key in a conditioning: the embeddings as they were encoded. Other nodes may have changed the embeddings themselves.
 ENCODED = "sana_encoded"
-# pixels of what Conditioning (Set Area) takes for a latent's cell
+# Pixels per latent cell that Conditioning (Set Area) assumes.
 AREA_CELL = 8
-# settings of a conditioning for other models, and the nodes that make them
+# Settings of a conditioning that SANA does not use: the node that sets each one.
 UNREAD = {
     "concat_latent_image": "InstructPixToPixConditioning",
     "gligen": "GLIGENTextBoxApply",
@@ -41,14 +41,14 @@ UNREAD = {
 
 
 def fit_core_nodes(patcher: ModelPatcher) -> None:
-    """Let samplings with `patcher`, in whatever node, begin with `begin`."""
+    """Wrap all samplings with `patcher`, in any node, with `begin`."""
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CORE_NODES, begin)
 
 
 def begin(executor, noise, *args, **kwargs):
-    """What ComfyUI calls around a sampling.
+    """Check and convert the settings of other nodes, then sample. ComfyUI calls this wrapper around a sampling.
 
-    Raises InputError for an area outside the image, and for guidance that waits for a patch which SANA does not run.
+    Raises InputError for an area outside the image, and for guidance that needs a patch which SANA does not run.
     """
     guider = executor.class_obj
     options, model = guider.model_options, guider.model_patcher.model
@@ -58,7 +58,7 @@ def begin(executor, noise, *args, **kwargs):
     options["transformer_options"][NOTES] = notes
     if note := model.size_note(noise.shape):
         notes.add(note)
-    # what ComfyUI's own loaders leave there of the last LoRA
+    # ComfyUI's own LoRA loaders store the metadata of the last LoRA there.
     metadata = guider.model_patcher.get_attachment("lora_metadata") or {}
     if note := reference_note("LoRA", metadata, model.diffusion_model.config.reference):
         notes.add(note)
@@ -73,9 +73,9 @@ def begin(executor, noise, *args, **kwargs):
 
 
 def note_unused(options: dict) -> None:
-    """Note the patches in a call's transformer options that SANA's forward does not run.
+    """Report the patches in a call's transformer options that SANA's forward does not run.
 
-    The options of a call include what hooks on prompts and guidance nodes have added.
+    The options of a call include the patches of guidance nodes and of hooks on prompts.
     """
     notes = options.get(NOTES)
     if notes is not None:
@@ -88,11 +88,11 @@ def no_effect(name: str) -> str:
 
 
 def unused(options: dict) -> list[str]:
-    """Return the nodes whose patches of layers in a call's transformer options SANA's forward does not run."""
+    """Return the nodes that have set patches of layers in a call's transformer options. SANA's forward runs none."""
     patches = [patch for group in options.get("patches", {}).values() for patch in group]
     patches += [patch for group in options.get("patches_replace", {}).values() for patch in group.values()]
     names = dict.fromkeys(map(node_of, patches))
-    # these are numbers
+    # The options of ScaleROPE are numbers, not functions with a name.
     return [*names, *(["ScaleROPE"] if "rope_options" in options else [])]
 
 
@@ -102,7 +102,7 @@ def node_of(patch: Callable) -> str:
 
 
 def check_guidance(options: dict) -> None:
-    """Raise InputError for a node that guides by what its patch of a layer would have found."""
+    """Raise InputError for a node whose guidance needs a result of its patch of a layer."""
     guidance = [*options.get("sampler_pre_cfg_function", ()), *options.get("sampler_post_cfg_function", ())]
     waiting = set(map(node_of, guidance)) & set(unused(options["transformer_options"]))
     if waiting:
@@ -111,9 +111,9 @@ def check_guidance(options: dict) -> None:
 
 
 def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
-    """Return `cond` with its area in cells of SANA's latents of `size`, where it was in pixels.
+    """Return `cond` with its area converted to cells of SANA's latents. `size` is the size of the latents in cells.
 
-    Raises InputError for one that begins outside the image, and for one of a video.
+    Raises InputError for an area that begins outside the image, and for an area of a video.
     """
     area = cond.get("area")
     if area is not None and len(size) > 2:
@@ -132,8 +132,10 @@ def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
 
 
 def are_same(encoded: torch.Tensor, embeds: torch.Tensor) -> bool:
-    """Whether `embeds` are the embeddings `encoded`, perhaps copied, repeated for a batch, without padding at the end,
-    or rounded to bf16."""
+    """Whether `embeds` has the values of `encoded`.
+
+    It may be a copy, repeated for a batch, without padding at the end, or rounded to bf16.
+    """
     if embeds is encoded:
         return True
     if embeds.ndim != encoded.ndim or embeds.shape[1] > encoded.shape[1] or embeds.shape[2:] != encoded.shape[2:]:
@@ -145,11 +147,11 @@ def are_same(encoded: torch.Tensor, embeds: torch.Tensor) -> bool:
 
 
 def unfit(field: str, cond: dict, has_guidance: bool) -> list[str]:
-    """Return a line for each thing in `cond` that SANA does not read as it is meant."""
+    """Return a line for each setting in `cond` that SANA ignores or cannot use as intended."""
     names = [name for key, name in UNREAD.items() if key in cond]
     if has_guidance and "guidance" in cond:
         names.remove(UNREAD["guidance"])
-    # inpainting goes by the mask of the latent
+    # SANA does not need the concatenated image for inpainting, because it uses the mask of the latent.
     if "concat_mask" in cond:
         names.remove(UNREAD["concat_latent_image"])
     lines = [no_effect(name) for name in names]

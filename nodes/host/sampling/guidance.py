@@ -1,8 +1,8 @@
-"""Guidance as patches of a MODEL, for every sampler and guider, and what SANA-Sprint refuses of it.
+"""Guidance as patches of a MODEL, for every sampler and guider, and checks for SANA-Sprint, which has no such guidance.
 
-Perturbed attention, the interval and the mask that prompts share wrap the call that computes what a step needs of the
-positive and the negative prompt, so that all passes stay one batch, and other patches of the guidance (APG, CFG-Zero)
-act on what they return.
+Perturbed attention, the guidance interval and the shared mask wrap ComfyUI's calc_cond_batch, the call that computes
+the passes of a step. So all passes stay in one batch, and other patches of guidance (APG, CFG-Zero) receive their
+results.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .prompts import Prompt, PromptCondition
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-# sigma as a number of the host, from samplers that know it; reading it from the device would wait for it
+# Key in transformer_options: sigma as a Python number, if the sampler has set it. Reading the tensor would wait for the
+# device.
 SIGMA = "sana_sigma"
-# core's name for multistep consistency sampling; on a flow model its step is that of SCM
+# ComfyUI's name for multistep consistency sampling. For a flow model, its step equals a step of SCM.
 LCM = "sample_lcm"
 REMEDY = "use SANA Sprint, or lcm with cfg 1"
 
@@ -60,7 +61,7 @@ def is_perturbed(conds: list[dict] | None) -> bool:
 
 
 def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> ModelPatcher:
-    """Return a copy of `model` with perturbed-attention guidance in place of any before.
+    """Return a copy of `model` with perturbed-attention guidance, which replaces an earlier one.
 
     Raises InputError for a MODEL that is not SANA's or is SANA-Sprint, a scale that is not from 0 to 100, and blocks
     that the model does not have.
@@ -68,7 +69,7 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
     attention = perturbed_attention(require_images(model.model).diffusion_model.config, scale, blocks)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED)
-    # for machines of a cluster, where no function can go
+    # The machines of a cluster receive these numbers, because the wrapper cannot be sent.
     patched.set_attachments(PERTURBED, (scale, blocks))
     if scale:
 
@@ -76,7 +77,7 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
             if len(conds) != 2 or conds[0] is None:
                 return executor(base, conds, *args)
             with_prompt, without, perturbed = executor(base, [*conds, perturb(conds[0], attention)], *args)
-            # the same shift on both sides passes through u + g (c - u) unchanged
+            # Guidance computes u + g (c - u). The same shift of u and c shifts the result once.
             shift = scale * (with_prompt - perturbed)
             return [with_prompt + shift, without + shift]
 
@@ -85,22 +86,22 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
 
 
 def perturb(conds: list[dict], attention: PerturbedAttention) -> list[dict]:
-    """Return copies of `conds` whose prompts ask for perturbed attention.
+    """Return copies of `conds` for passes with perturbed attention.
 
-    Caches such as EasyCache know a pass by its uuid, so a copy has one of its own, the same in every step.
+    Caches such as EasyCache identify a pass by its uuid. So a copy has another uuid, which is the same in every step.
     """
     out = []
     for cond in conds:
         prompt = PromptCondition(prompt_of(cond).perturb(attention))
-        own = uuid.uuid5(cond["uuid"], PERTURBED)
-        out.append({**cond, "uuid": own, "model_conds": {**cond["model_conds"], "prompt": prompt}})
+        pass_id = uuid.uuid5(cond["uuid"], PERTURBED)
+        out.append({**cond, "uuid": pass_id, "model_conds": {**cond["model_conds"], "prompt": prompt}})
     return out
 
 
 def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatcher:
-    """Return a copy of `model` that is guided only from the share `start` of the sampling to `end`.
+    """Return a copy of `model` that is guided only between `start` and `end`, which are shares of the sampling.
 
-    Outside, the negative prompt is not computed, and each step takes half the time. Raises InputError for a
+    Outside this interval, the negative prompt is not computed, and a step takes half the time. Raises InputError for a
     MODEL that is not SANA's.
     """
     require_sana(model.model)
@@ -116,30 +117,31 @@ def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatche
         now = options.get("transformer_options", {}).get(SIGMA)
         if low <= (float(sigma[0]) if now is None else now) <= high:
             return executor(base, conds, x, sigma, options)
-        with_prompt, _, *rest = executor(base, [conds[0], None, *perturbed], x, sigma, options)
-        return [with_prompt, with_prompt, *rest]
+        with_prompt, _, *perturbed_results = executor(base, [conds[0], None, *perturbed], x, sigma, options)
+        return [with_prompt, with_prompt, *perturbed_results]
 
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL, wrapper)
     return patched
 
 
 def follow_reference(patcher: ModelPatcher) -> None:
-    """Let the negative prompt have the positive one's mask where the model's reference computes it so."""
+    """Give the negative prompt the mask of the positive one, if the model's reference does so."""
     if reference_of(patcher.model.diffusion_model).shared_mask:
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, SHARED_MASK, share_mask)
 
 
 def share_mask(executor, base, conds, *args):
-    """Give negative conditionings the mask of the positive one, of several that of the longest prompt."""
-    positives = [prompt_of(cond) for each in conds for cond in each or [] if prompt_of(cond).field == "positive"]
+    """Give negative conditionings the mask of the positive prompt, or of the longest one of several."""
+    prompts = [prompt_of(cond) for cond_list in conds for cond in cond_list or []]
+    positives = [prompt for prompt in prompts if prompt.field == "positive"]
     if positives:
         longest = max(positives, key=lambda prompt: prompt.tokens)
-        conds = [each and [with_mask(cond, longest) for cond in each] for each in conds]
+        conds = [cond_list and [with_mask(cond, longest) for cond in cond_list] for cond_list in conds]
     return executor(base, conds, *args)
 
 
 def with_mask(cond: dict, positive: Prompt) -> dict:
-    """Return a negative `cond` with the mask of `positive`, for model and ControlNet; any other as it is."""
+    """Return a negative `cond` with the mask of `positive`, for model and ControlNet. Others do not change."""
     if prompt_of(cond).field != "negative":
         return cond
     prompt = prompt_of(cond).masked_like(positive)
@@ -148,15 +150,15 @@ def with_mask(cond: dict, positive: Prompt) -> dict:
 
 
 def refuse_unfit_samplers(patcher: ModelPatcher) -> None:
-    """Let a SANA-Sprint model refuse samplers that it was not distilled for, in whatever node they are."""
+    """Let a SANA-Sprint model refuse samplers that it was not distilled for, in any node."""
     if patcher.model.diffusion_model.config.guidance_embeds:
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, SPRINT, refuse_other_samplers)
 
 
 def refuse_other_samplers(executor, guider, *args, **kwargs):
-    """Raises InputError for a sampler of one ODE step after another, or for guidance by a second pass."""
+    """Sample. Raises InputError for samplers of ComfyUI except lcm, and for a cfg other than 1."""
     sampler = executor.class_obj
-    # ours say themselves what they are for
+    # The samplers of this pack check the model themselves.
     if type(sampler) is comfy.samplers.KSAMPLER and sampler.sampler_function.__name__ != LCM:
         name = sampler.sampler_function.__name__.removeprefix("sample_")
         raise InputError(f"sampler_name: got {name} for a SANA-Sprint model, expected scm; {REMEDY}")

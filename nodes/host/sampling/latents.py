@@ -61,13 +61,13 @@ RGB_BIAS = [0.4358, 0.3814, 0.3388]
 
 
 class SanaLatents(comfy.latent_formats.LatentFormat):
-    """Latents of DC-AE f32c32."""
+    """The latent format of DC-AE f32c32."""
 
     latent_channels = CHANNELS
     spacial_downscale_ratio = DOWNSCALE
 
     def __init__(self, scale_factor: float, preview: dict | None) -> None:
-        """`preview` has the colours of latents other than the released models', which TAESANA cannot read."""
+        """`preview` has preview colours for latents of another VAE, which TAESANA cannot decode. None: released VAE."""
         self.scale_factor = scale_factor
         self.preview = preview
         rgb_factors = preview["rgb_factors"] if preview else RGB_FACTORS
@@ -76,8 +76,8 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
         self.linear_factors = [[2 * factor for factor in row] for row in rgb_factors]
         self.linear_bias = [2 * bias - 1 for bias in rgb_bias]
 
-    # ComfyUI reads these three when a sampling begins: reshape(latents), then a linear map of channels to RGB. With
-    # TAESANA the first gives RGB already.
+    # ComfyUI reads these three properties when a sampling begins. It calls the reshape function on the latents, then
+    # maps channels to RGB linearly. With TAESANA, the reshape function returns RGB already.
     @property
     def latent_rgb_factors(self) -> list[list[float]]:
         return torch.eye(3).tolist() if self.taesana_file() else self.linear_factors
@@ -103,7 +103,7 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
 def latent_format(checkpoint: Checkpoint) -> SanaLatents:
     """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
 
-    Raises CheckpointError for colours that are none.
+    Raises CheckpointError for invalid preview colours.
     """
     file = checkpoint.path / "preview.json"
     if file.exists():

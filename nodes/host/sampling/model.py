@@ -1,4 +1,4 @@
-"""A SANA transformer as what ComfyUI's samplers drive."""
+"""A SANA transformer as the model that ComfyUI's samplers call."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
-# what the transformer reads at sigma 1
+# The transformer's timestep at sigma 1.
 TIMESTEPS = 1000
 
 
 class SanaDiffusionModel(SanaTransformer2DModel):
-    """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
+    """The transformer with the call that ComfyUI makes. Its parameters have diffusers' names."""
 
     def forward(self, x, timesteps, context=None, control=None, transformer_options={}, **kwargs):
-        """Run the wrappers that EasyCache and others hang around the model, and then it."""
+        """Run the model inside the wrappers that other nodes, such as EasyCache, have added."""
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
         if wrappers:
-            # EasyCache writes its result into x, which in fp32 is the latents themselves
+            # EasyCache writes its result into x. In fp32, x is the sampler's latents, not a copy.
             x = x.clone()
         executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
-        # the wrappers look for the options in the last place
+        # Wrappers expect the options as the last positional argument.
         return executor.execute(x, timesteps, context, control, transformer_options, **kwargs)
 
     def _forward(
@@ -59,7 +59,7 @@ class SanaDiffusionModel(SanaTransformer2DModel):
             guidance = guidance * self.config.guidance_embeds_scale
         residuals = control["input"] if control else ()
         if prompt is None or torch.is_grad_enabled():
-            # in training the prompt's keys change with the weights
+            # In training, the keys of the prompt cannot be cached, because they change with the weights.
             if residuals and residuals[0] is not None:
                 raise InputError("control_net: got NVIDIA's arrangement in training; choose reference diffusers for it")
             return super().forward(
@@ -68,7 +68,7 @@ class SanaDiffusionModel(SanaTransformer2DModel):
                 timesteps,
                 guidance,
                 encoder_attention_mask=attention_mask,
-                # the library's first one acts after the second block
+                # In diffusers, the first residual is added after the second block.
                 controlnet_block_samples=residuals[1:] or None,
                 return_dict=False,
             )[0]
@@ -80,11 +80,11 @@ class SanaDiffusionModel(SanaTransformer2DModel):
 
 
 class SanaModel(comfy.model_base.BaseModel):
-    """What ComfyUI's samplers drive: flow matching, text with its mask."""
+    """The BaseModel of ComfyUI for SANA: flow matching, and prompts with masks."""
 
     @property
     def resolution(self) -> int:
-        """Pixels of the square images that it was trained with."""
+        """Side in pixels of the square images that the model was trained with."""
         return self.diffusion_model.config.sample_size * DOWNSCALE
 
     def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
@@ -92,10 +92,10 @@ class SanaModel(comfy.model_base.BaseModel):
         return super().apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
 
     def memory_required(self, input_shape, cond_shapes={}):
-        """Return the bytes of a forward beyond the weights, also where ComfyUI has no flash attention.
+        """Return the bytes of a forward, excluding the weights, with or without flash attention in ComfyUI.
 
-        ComfyUI's estimate is 7.5 times as high there, because softmax attention then holds its scores. SANA's attention
-        is linear and has none.
+        Without flash attention, ComfyUI's estimate is 7.5 times as high, because softmax attention then stores its
+        scores. SANA's attention is linear and has no scores.
         """
         area = input_shape[0] * math.prod(input_shape[2:])
         item = comfy.model_management.dtype_size(self.get_dtype_inference())
@@ -107,12 +107,12 @@ class SanaModel(comfy.model_base.BaseModel):
         check_patches(field, shape, self.diffusion_model.config.patch_size)
 
     def check_control(self, control) -> None:
-        """Raise InputError unless `control`, None or a chain of ControlNets, steers the model."""
+        """Raise InputError unless `control`, None or a chain of ControlNets, fits the model."""
         check_controlnets(control, self.diffusion_model)
 
     @property
     def default_size(self) -> tuple[int, int]:
-        """Width and height in pixels of the images that the model was trained for above all."""
+        """The main (width, height) in pixels of the images in training."""
         return self.resolution, self.resolution
 
     def trained_size(self, width: int, height: int) -> tuple[int, int]:
@@ -127,13 +127,13 @@ class SanaModel(comfy.model_base.BaseModel):
     def process_timestep(self, timestep, **kwargs):
         return timestep * timestep_scale(self.model_sampling)
 
-    def state_dict_for_saving(self, unet_state_dict, *others, **parts):
+    def state_dict_for_saving(self, unet_state_dict, *state_dicts, **parts):
         latents = self.latent_format
-        own = {"flow_shift": self.model_config.sampling_settings["shift"], "latent_scale": latents.scale_factor}
+        fields = {"flow_shift": self.model_config.sampling_settings["shift"], "latent_scale": latents.scale_factor}
         if latents.preview is not None:
-            own["preview"] = latents.preview
-        config = config_tensor("transformer", {**self.diffusion_model.config, **own})
-        return super().state_dict_for_saving({**unet_state_dict, **config}, *others, **parts)
+            fields["preview"] = latents.preview
+        config = config_tensor("transformer", {**self.diffusion_model.config, **fields})
+        return super().state_dict_for_saving({**unet_state_dict, **config}, *state_dicts, **parts)
 
     def extra_conds(self, **kwargs):
         field, context = kwargs["prompt_type"], kwargs.get("cross_attn")
@@ -147,7 +147,7 @@ class SanaModel(comfy.model_base.BaseModel):
         self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
-        # for ControlNets, training and what others hang into the call
+        # ControlNets, training and wrappers of other nodes use these inputs.
         out["c_crossattn"] = comfy.conds.CONDRegular(context)
         if mask is not None:
             out["attention_mask"] = comfy.conds.CONDRegular(mask)
@@ -158,7 +158,7 @@ class SanaModel(comfy.model_base.BaseModel):
 
 
 def image_pixels(latents: torch.Tensor) -> tuple[int, int]:
-    """Return (width, height) of the images that latents [B, 32, h, w] stand for."""
+    """Return (width, height) of the decoded images of latents [B, 32, h, w]."""
     return latents.shape[3] * DOWNSCALE, latents.shape[2] * DOWNSCALE
 
 
@@ -168,7 +168,7 @@ def timestep_scale(sampling) -> float:
 
 
 def check_flow(sampling) -> None:
-    """Raise InputError unless `sampling`, a ModelSampling of ComfyUI's, is flow matching, with whatever shift."""
+    """Raise InputError unless `sampling`, a ModelSampling of ComfyUI, is flow matching. Any shift is allowed."""
     flow = comfy.model_sampling.CONST
     names = ("calculate_input", "calculate_denoised", "noise_scaling")
     if any(getattr(type(sampling), name, None) is not getattr(flow, name) for name in names):
@@ -180,9 +180,9 @@ def check_flow(sampling) -> None:
 
 
 def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
-    """Raise InputError where some of the prompts, rows of `embeds`, would not be used in the batch of `noise`.
+    """Raise InputError for more prompts (rows of `embeds`) than images (rows of `noise`).
 
-    Fewer prompts than images are used in turn, as ComfyUI repeats any batch.
+    If there are fewer prompts than images, the prompts are repeated in turn, as in any batch of ComfyUI.
     """
     prompts, images = len(embeds), len(noise)
     if prompts > images:
@@ -193,7 +193,7 @@ def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
 
 
 def check_prompt_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
-    """Raise InputError unless `embeds` [P, T, C] are as wide as those of the transformer's text encoder."""
+    """Raise InputError unless `embeds` [P, T, C] have the width of the transformer's text encoder."""
     width = transformer.config.caption_channels
     if embeds.ndim != 3 or 0 in embeds.shape:
         raise InputError(
@@ -207,7 +207,7 @@ def check_prompt_width(field: str, embeds: torch.Tensor, transformer: SanaTransf
 
 
 def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
-    """Raise InputError unless `control` and all that it is chained to are SANA's and as wide as `transformer`."""
+    """Raise InputError unless `control` and its chain are ControlNets of SANA with the width of `transformer`."""
     while control is not None:
         model = getattr(control, "control_model", None)
         if not isinstance(model, SanaControlNetModel):

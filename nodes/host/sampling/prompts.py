@@ -1,4 +1,4 @@
-"""Prompts inside the host: what depends on them alone is computed in the first step of a sampling, and then kept."""
+"""Prompts inside the host. Values that depend only on prompts are computed once per sampling, in its first step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ....sana_core.video import forward as video
 
 
 class Prompt:
-    """One conditioning of a sampling: its embeddings [R, T, C] and mask [R, T], for one image or R of them.
+    """One conditioning of a sampling: embeddings [R, T, C] and mask [R, T], for one image or for R images.
 
-    ComfyUI makes it again for each sampling and drops it afterwards, and with it the constants that it holds. They are
-    not kept where hooks may exchange the weights from step to step.
+    ComfyUI creates a Prompt for each sampling and deletes it afterwards, together with its cached constants. `keep`
+    is False if hooks may change the weights between steps. Then the constants are not cached.
     """
 
     def __init__(self, field: str, embeds: torch.Tensor, mask: torch.Tensor | None, keep: bool) -> None:
@@ -38,7 +38,7 @@ class Prompt:
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens the mask keeps of the longest row; read once, for reading waits for the device."""
+        """The number of unmasked tokens of the longest row. Cached, because reading it waits for the device."""
         return int((self.mask != 0).sum(1).max())
 
     def perturb(self, attention: PerturbedAttention) -> Prompt:
@@ -64,13 +64,13 @@ class Prompt:
 
 
 class PromptBatch:
-    """The prompts of one call of the model, each for as many images."""
+    """The prompts of one call of the model. Each prompt has the same number of images."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
 
     def to(self, device: torch.device) -> PromptBatch:
-        """The constants follow the latents' device by themselves."""
+        """Return self. ComfyUI calls this, but `constants` already uses the device of the latents."""
         return self
 
     @torch.compiler.disable
@@ -80,20 +80,20 @@ class PromptBatch:
         They are computed for the first call with these prompts and that shape.
         """
         key = (*map(id, self.prompts), tuple(x.shape), x.device, x.dtype)
-        known = self.prompts[0].constants
-        if key in known:
-            return known[key]
+        cache = self.prompts[0].constants
+        if key in cache:
+            return cache[key]
         embeds, mask, perturbation = self.inputs(x)
         prepare_prompts = video.prepare if is_video(transformer.config) else prepare
         prepared = prepare_prompts(transformer, embeds, mask, *x.shape[2:]), perturbation
         if all(prompt.keep for prompt in self.prompts):
-            known[key] = prepared
+            cache[key] = prepared
         return prepared
 
     def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Perturbation | None]:
         """Return embeddings [P, T, C] and mask [P, T] for `x` [B, 32, h, w], and where attention is perturbed."""
         images = len(x) // len(self.prompts)
-        # one row of keys and values serves all images of a prompt, unless some prompt has one for each
+        # All images of a prompt share one row of keys and values, unless a prompt has a row for each image.
         count = 1 if all(len(prompt.embeds) == 1 for prompt in self.prompts) else images
         longest = max(prompt.embeds.shape[1] for prompt in self.prompts)
         rows = [prompt.rows(count) for prompt in self.prompts]
@@ -111,7 +111,7 @@ class PromptBatch:
 
 
 class PromptCondition(comfy.conds.CONDRegular):
-    """A Prompt on its way through ComfyUI's batching of conditionings; the model gets a PromptBatch."""
+    """A Prompt as a condition that ComfyUI can batch. The model gets a PromptBatch."""
 
     def process_cond(self, batch_size: int, **kwargs) -> PromptCondition:
         return self

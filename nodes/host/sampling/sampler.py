@@ -1,4 +1,4 @@
-"""The samplers of sana_core inside ComfyUI: guidance, previews, cancel and memory are the host's."""
+"""The samplers of sana_core inside ComfyUI. ComfyUI provides guidance, previews, cancelling and memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
 
 def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
-    """Return how the authors sample the model from a LATENT. Raises InputError for a MODEL that is not SANA's."""
+    """Return the authors' sampling defaults for a model and a LATENT. Raises InputError for a MODEL of another kind."""
     # SANA Video Latent keeps the first image by a mask.
     begins_with_image = latent.get("noise_mask") is not None
     return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
@@ -108,7 +108,7 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
 
 
 def model_shift(sampling) -> float:
-    """Return the shift of a ModelSampling. Raises InputError for one of another kind than flow matching."""
+    """Return the shift of a ModelSampling. Raises InputError unless it is flow matching."""
     check_flow(sampling)
     # The shift of ModelSamplingFlux is a logarithm.
     return math.exp(sampling.shift) if isinstance(sampling, ModelSamplingFlux) else sampling.shift
@@ -136,13 +136,13 @@ def sample(
 ) -> dict:
     """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
 
-    With scm, `negative` is not read. `callback` takes the place of the node's progress and preview. Raises InputError
-    for a LATENT or embeddings that are not SANA's.
+    With scm, `negative` is not used. `callback` replaces the node's progress and preview. Raises InputError for a
+    LATENT or embeddings that are not SANA's.
     """
     sampler = FlowSampler(sampling.sampler)
     guidance = sampler.sampler.effective_guidance(reference_of(model.model.diffusion_model), sampling.guidance)
     if sampling.sampler == SPRINT:
-        # a SANA-Sprint model gets its guidance as an embedding
+        # A SANA-Sprint model receives the guidance as an embedding.
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
         guidance = 1.0
     mask = latent.get("noise_mask")
@@ -202,9 +202,9 @@ def check_mask(mask: torch.Tensor) -> None:
 
 
 def preview_callback(model: ModelPatcher, latents: torch.Tensor, steps: int) -> Callable:
-    """Return what ComfyUI calls after each of `steps`: its own progress and preview, but this no larger than the image.
+    """Return the callback for each of `steps`. It shows ComfyUI's progress and preview.
 
-    The canvas writes the preview's size below it, and the server would enlarge it to 512 pixels.
+    The preview is not larger than the image. The server would enlarge it to 512 pixels, and the canvas shows its size.
     """
     previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
     cell = model.model.latent_format.spacial_downscale_ratio

@@ -1,8 +1,8 @@
 """SANA Split Image: several devices of this machine compute each call of a MODEL together, with any sampler.
 
-The node notes the other devices at the MODEL. When sampling begins, each of them gets a replica of the MODEL with its
-present patches, and ComfyUI loads the replicas together with the MODEL. The call of the model finds the devices in its
-options.
+The node stores the other devices as an attachment of the MODEL. When sampling begins, each of them gets a replica of
+the MODEL with its current patches, and ComfyUI loads the replicas together with the MODEL. The model's forward finds
+the devices in transformer_options.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ WORTHWHILE = 2048 * 2048
 
 
 def sharing_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
-    """Return the devices that `choice` names, the model's own first; only that where this machine has no others.
+    """Return the devices for `choice`, the device of the model first. It may be the only one of this machine.
 
-    Raises InputError for what is no name: the node takes any, for workflows come from other machines.
+    Workflows come from other machines, so any name is accepted. Raises InputError if `choice` is not a string.
     """
     if not isinstance(choice, str):
         raise InputError(f"devices: got {choice!r:.40}, expected a name; choose all")
-    own = model.load_device
-    if own.type == "cpu":
-        return [own] * (2 if choice == TWO_WORKERS else 1)
-    devices = sorted(comfy.model_management.get_all_torch_devices(), key=lambda device: device != own)
+    model_device = model.load_device
+    if model_device.type == "cpu":
+        return [model_device] * (2 if choice == TWO_WORKERS else 1)
+    devices = sorted(comfy.model_management.get_all_torch_devices(), key=lambda device: device != model_device)
     count = choice.removeprefix("gpu x ")
     return devices[: int(count)] if count.isdecimal() else devices
 
 
 def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
-    """Return a copy of `model` that the devices of that name compute together, and what to say of it.
+    """Return a copy of `model` that several devices compute together, and a text for the user about the devices.
 
     Raises InputError for a MODEL that is not SANA's.
     """
@@ -75,7 +75,7 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
 
 
 def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
-    """What ComfyUI calls around a sampling: load the replicas with the MODEL, and tell its calls who shares them.
+    """Sample with replicas on the other devices. ComfyUI calls this wrapper around a sampling.
 
     Raises InputError, before anything is loaded, for fewer rows than devices and for patches that replicas cannot have.
     """
@@ -88,14 +88,14 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     if math.prod(pixels) < WORTHWHILE:
         few = "SANA Split Image: %d x %d pixels are few; one device may generate them as fast as several"
         logger.warning(few, *pixels)
-    # whom ComfyUI hands conditionings to: MODEL and the clones of MultiGPU CFG Split, which share out the other devices
+    # ComfyUI calls MODEL and the clones of MultiGPU CFG Split with conditionings. They divide the other devices.
     heads = [patcher, *patcher.get_additional_models_with_key("multigpu")]
-    taken = {head.load_device for head in heads[1:]}
+    clone_devices = {head.load_device for head in heads[1:]}
     free: list[ModelPatcher] = []
     for device in other_devices:
-        if device not in taken:
+        if device not in clone_devices:
             free.append(clone_patcher(patcher, device, [patcher.model, *(replica.model for replica in free)]))
-    # with what this conditioning asks for ComfyUI loads them, and cleans up
+    # ComfyUI loads the additional models of a conditioning, and cleans up after them.
     positive = guider.conds["positive"][0]
     positive["additional_models"] = [*positive.get("additional_models", []), *free]
     shares = {head.load_device: free[i :: len(heads)] for i, head in enumerate(heads)}
@@ -125,15 +125,15 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
 
 
 def refuse_unshared(model: ModelPatcher, conds: dict) -> None:
-    """Raise InputError for patches that replace parts of the one model, which other devices cannot have."""
-    if found := ", ".join(sorted(unshared(model, conds))):
+    """Raise InputError for patches that replace parts of the model's module, which replicas cannot have."""
+    if names := ", ".join(sorted(unshared(model, conds))):
         raise InputError(
-            f"model: got a patch that devices cannot share an image with ({found}); remove it, or SANA Split Image"
+            f"model: got a patch that devices cannot share an image with ({names}); remove it, or SANA Split Image"
         )
 
 
 class Group:
-    """Who computes the calls that `head` gets: its own model first, then the replicas' on other devices."""
+    """The devices that compute the model's calls on `head` together: first `head`, then the replicas' devices."""
 
     def __init__(self, replicas: list[ModelPatcher], head: torch.device) -> None:
         self.replicas = replicas
@@ -149,7 +149,7 @@ class Group:
         guidance: torch.Tensor | None,
         control: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Return the velocity at `x` as `forward.velocity` does, computed by all of the group; cancel is polled."""
+        """Return the velocity at `x` as `forward.velocity` does, computed by the whole group. Cancel is polled."""
         transformers = [transformer, *(replica.model.diffusion_model for replica in self.replicas)]
         # A GPU without bf16 computes in another dtype than the first one.
         dtypes = [x.dtype, *(replica.model.get_dtype_inference() for replica in self.replicas)]

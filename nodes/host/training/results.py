@@ -49,5 +49,5 @@ def is_free(kind: str, folder: Path, name: str, ends: Collection[str], published
     listed = folder_paths.get_full_path(kind, f"{name}{next(iter(ends))}")
     if listed is not None and not (copies[0].exists() and copies[0].samefile(listed)):
         return False
-    taken = [copy for copy in copies if copy.exists()]
-    return all(copy.is_file() and digest_file(copy) in published for copy in taken)
+    existing = [copy for copy in copies if copy.exists()]
+    return all(copy.is_file() and digest_file(copy) in published for copy in existing)

@@ -1,4 +1,4 @@
-"""Training inside ComfyUI: sana_core's own run on the files that MODEL came from, watched and cancelled by the host."""
+"""Training inside ComfyUI. sana_core trains from the file of MODEL. ComfyUI shows the progress and can cancel."""
 
 from __future__ import annotations
 
@@ -40,27 +40,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# of a run's memory that allocators lose between blocks
+# A run's memory is multiplied by this, because allocators lose memory to fragmentation.
 FRAGMENTS = 1.1
 
 
 class Trained(NamedTuple):
-    """What a run ends with: the LoRA's tensors as its file has them, the loss of each step, MODEL with the LoRA, what
-    to say of it, and the sheet of its validations as IMAGE, where it has generated any."""
+    """The result of a training of a LoRA."""
 
+    # The tensors of the LoRA's file.
     lora: dict[str, torch.Tensor]
+    # The loss of each step.
     losses: list[float]
+    # MODEL with the LoRA.
     model: ModelPatcher
+    # A text for the user.
     report: str
+    # The sheet of the validation images as IMAGE. None: there were no validations.
     sheet: torch.Tensor | None
 
 
 def check_model(model: ModelPatcher) -> None:
-    """Raise InputError unless MODEL is a SANA model as its file has it: training begins there, and not from patches."""
+    """Raise InputError unless MODEL is an unpatched SANA model, because training loads its file without patches."""
     require_images(model.model)
-    if found := ", ".join(sorted(untrained(model))):
+    if names := ", ".join(sorted(untrained(model))):
         raise InputError(
-            f"model: got a patch that training does not see ({found}), expected the model alone; connect SANA Loader"
+            f"model: got a patch that training does not see ({names}), expected the model alone; connect SANA Loader"
         )
     _, weight_dtype, resolution, _, _ = loaded_from(model)
     if weight_dtype != "default" or model.model.model_config.quant_config:
@@ -72,7 +76,7 @@ def check_model(model: ModelPatcher) -> None:
 
 
 def check_parts(model: ModelPatcher, clip: comfy.sd.CLIP | None, vae: comfy.sd.VAE | None) -> None:
-    """Raise InputError where neither the file of MODEL nor an input has text encoder or autoencoder."""
+    """Raise InputError if the text encoder or the autoencoder is neither in the file of MODEL nor an input."""
     checkpoint = inspect_checkpoint(path_of(model))
     kinds = {part.kind for part in checkpoint.parts or (checkpoint,)}
     for field, value, kind in (("clip", clip, "text_encoder"), ("vae", vae, "autoencoder")):
@@ -81,7 +85,7 @@ def check_parts(model: ModelPatcher, clip: comfy.sd.CLIP | None, vae: comfy.sd.V
 
 
 def clip_path(clip: comfy.sd.CLIP | None) -> str:
-    """Return the checkpoint of CLIP, nothing for none. Raises InputError unless it is SANA's, as its file has it."""
+    """Return the checkpoint of CLIP, or "" for None. Raises InputError unless it is SANA's and has no patches."""
     if clip is None:
         return ""
     if not isinstance(clip.tokenizer, SanaTokenizer) or clip.patcher.patches:
@@ -97,10 +101,10 @@ def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) ->
     if "blocks" not in tables["method"]:
         return Method(**tables["method"], start=chosen.existing_lora)
     defaults = default_values()
-    given = {**chosen.values, "existing_lora": chosen.existing_lora, "regularisation": chosen.regularisation}
+    values = {**chosen.values, "existing_lora": chosen.existing_lora, "regularisation": chosen.regularisation}
     for name in LORA_ALONE:
-        if given[name] not in (defaults.get(name), None, ""):
-            got = "some" if name in ("existing_lora", "regularisation") else repr(given[name])
+        if values[name] not in (defaults.get(name), None, ""):
+            got = "some" if name in ("existing_lora", "regularisation") else repr(values[name])
             raise InputError(
                 f"{name}: got {got:.40} for a ControlNet, which has no use for it; reset it in SANA Train Settings"
             )
@@ -160,17 +164,17 @@ def make_settings(
 
 
 def newest_step(settings: TrainingSettings) -> int:
-    """Return the step that the run goes on from, 0 for a new one."""
+    """Return the step from which the run resumes, or 0 for a new run."""
     return max((step for step, _ in find_states(Path(settings.out))), default=0)
 
 
 def memory_to_free(plan: Plan) -> int:
-    """Return the bytes that have to be free for a run: the plan's, and what ComfyUI leaves free itself."""
+    """Return the bytes that have to be free for a run: the plan's, and the memory that ComfyUI always leaves free."""
     return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
 
 
 def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int) -> str:
-    """Return what a run takes of a GPU of `memory` bytes, and with which settings it fits where it does not."""
+    """Return the memory that a run needs on a GPU of `memory` bytes. If it does not fit, propose other settings."""
     if plan.card <= memory:
         return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
     return proposal_with_widgets("; ".join(fit_lines(settings, base, plan, memory)))
@@ -200,11 +204,11 @@ def train_controlnet(
 
 
 def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) -> tuple[Path, list[float], str]:
-    """Train as `settings` say, from where the run in their folder stands; return the file or folder of the result, the
-    loss of each step, and what there is to say of the run.
+    """Train with `settings`. If their folder has a run, resume it from its newest state.
 
-    Cancel saves where it stands. Raises InputError for a MODEL or a data set that cannot be used, InUseError for a run
-    that another program is at, TrainingError for a loss that is not finite.
+    Returns the file or folder of the result, the loss of each step, and a text about the run. Cancel saves a state.
+    Raises InputError for a MODEL or a data set that cannot be used, InUseError if another program uses the folder, and
+    TrainingError for a loss that is not finite.
     """
     check_base(settings)
     management, device = comfy.model_management, model.load_device
@@ -212,17 +216,17 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase))
     base = read_base(settings, poll, lambda text: view.status(text, True))
     plan = plan_training(settings, base, accelerator=device.type != "cpu")
-    # other models may stay where there is room beside the run
+    # Other models stay loaded if the run has enough room without their memory.
     management.free_memory(memory_to_free(plan), device)
     management.soft_empty_cache()
     if device.type != "cpu":
         memory = management.get_total_memory(device)
         fit = describe_fit(settings, base, plan, memory)
-        # it begins all the same: drivers lend memory, and the plan can be wrong
+        # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
         (logger.info if plan.card <= memory else logger.warning)(fit)
         seconds = measured_seconds(settings, base, device, newest_step(settings))
         view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
-    # ComfyUI runs nodes in inference mode, whose tensors know no gradients; the run makes all of its own
+    # ComfyUI runs nodes in inference mode, and its tensors cannot have gradients. The run creates all of its tensors.
     with torch.inference_mode(False), torch.enable_grad():
         try:
             file = train(settings, view.report, view.progress, poll, view.show)

@@ -1,4 +1,4 @@
-"""What SANA Train shows while it trains: its bar and a line of text, the latest images, and the loss as a curve."""
+"""The display of SANA Train: a progress bar, a line of text, the latest images, and a curve of the loss."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..bars import PAPER, TEXT, as_image
 Preview = tuple[str, Image.Image, None]
 # The stage of the bar that counts steps.
 STEPS = "steps"
-# seconds between two lines of text, and between two curves
+# Seconds between two lines of text, and between two curves.
 WORDS, CURVES = 0.5, 2.0
-# pixels: the preview's width, the curve's height, and the largest side of an image
+# In pixels: the width of the preview, the height of the curve, and the largest height of the images.
 WIDTH, CURVE, LARGEST = 512, 128, 512
 LINE, AVERAGE = (190, 205, 225), (40, 80, 150)
-# of the moving average that is drawn over the losses, which jump with the times that are drawn
+# The decay of the moving average over the losses. Single losses vary with the random timesteps.
 DECAY = 0.95
 
 
@@ -36,7 +36,7 @@ class View:
     def __init__(self, node_id: str, losses: Sequence[float], steps: int) -> None:
         """`losses` are the losses of the steps before a resume, `steps` is the total."""
         self.node_id = node_id
-        # the GPU memory and the time as text, with a semicolon before it
+        # A text about GPU memory and time, which begins with a semicolon, or "".
         self.fit = ""
         self.stage, self.bar = "", comfy.utils.ProgressBar(1)
         self.eta = Eta()
@@ -46,11 +46,11 @@ class View:
         self.validation = ""
         self.said, self.drawn = 0.0, 0.0
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Show how much of the preparation is done."""
+    def progress(self, stage: str, count: int, total: int) -> None:
+        """Show the progress of a stage of the preparation."""
         self.eta.restart()
-        self.status(f"{what}: {done} of {total}{self.fit}", done == total)
-        self.advance(what, done, total)
+        self.status(f"{stage}: {count} of {total}{self.fit}", count == total)
+        self.advance(stage, count, total)
 
     def report(self, line: Line) -> None:
         """Show a step or a validation, given as a line of the log."""
@@ -67,14 +67,14 @@ class View:
         self.drawn = now if due else self.drawn
         self.advance(STEPS, line["step"], line["steps"], self.preview() if due else None)
 
-    def advance(self, stage: str, done: int, total: int, preview: Preview | None = None) -> None:
+    def advance(self, stage: str, count: int, total: int, preview: Preview | None = None) -> None:
         """Move the bar. Each stage has a new one, because ComfyUI's bar drops values below its last one."""
-        if stage != self.stage or total != self.bar.total or done < self.bar.current:
+        if stage != self.stage or total != self.bar.total or count < self.bar.current:
             self.stage, self.bar = stage, comfy.utils.ProgressBar(total)
-        self.bar.update_absolute(done, total, preview)
+        self.bar.update_absolute(count, total, preview)
 
     def stop(self, step: int) -> None:
-        """Tell that the run was cancelled and where it stands, which the host's own message of a cancel does not."""
+        """Show that the run was cancelled, and its last saved step, which ComfyUI's message does not contain."""
         stopped = f"stopped and saved at step {step}; Run resumes from there" if step else "stopped before a step"
         self.status(stopped, True)
 
@@ -102,7 +102,7 @@ class View:
 
 
 def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> None:
-    """Draw the loss of each step, and over them their moving average, with the lowest and the highest loss in words."""
+    """Draw the losses and their moving average. Text shows the lowest and the highest loss."""
     if len(losses) < 2:
         return
     low, high = min(losses), max(losses)
@@ -126,7 +126,7 @@ def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> 
 
 
 def read_sheet(out: Path) -> torch.Tensor | None:
-    """Return the sheet of the validations of the run in `out` as IMAGE [1, H, W, 3], None where there was none."""
+    """Return the sheet of validation images of the run in `out` as IMAGE [1, H, W, 3], or None if there is none."""
     if not (out / SHEET).exists():
         return None
     with Image.open(out / SHEET) as sheet:
