@@ -59,7 +59,7 @@ def main() -> None:
                     break
             return began, pressed[0], time.monotonic()
 
-        # A warm-up run.
+        # A warm-up run, then the timed one.
         run(0, None)
         began, _, ended = run(1, None)
         duration = ended - began

@@ -1,6 +1,6 @@
-"""What inspecting and loading a 3.2 GB transformer costs, beside safetensors' own load_file: `make bench`.
+"""The cost of inspecting and loading a 3.2 GB transformer, compared with load_file of safetensors: `make bench`.
 
-Writes benchmarks/load.json. The weights are random, SANA 1.6B in bf16; every measurement is a process of its own, with
+Writes benchmarks/load.json. The weights are random, SANA 1.6B in bf16; each measurement runs in a new process, with
 the file in the page cache.
 """
 
@@ -38,7 +38,7 @@ def status(field):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+open("/proc/self/clear_refs", "w").write("5")  # Reset the peak of the resident memory.
 before = status("VmRSS")
 started = time.perf_counter()
 {step}

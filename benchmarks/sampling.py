@@ -1,8 +1,8 @@
 """Our sampling loop compared with diffusers' SanaPipeline, and ComfyUI's KSampler compared with our loop, on the CPU.
 
 Writes benchmarks/sampling.json. The model is SANA-0.6B with 6 of its 28 blocks and random weights, so that a run takes
-minutes; prompts have 300 tokens. Both sides of a ratio run in turn, on the same weights, embeddings and noise, and the
-medians are compared.
+minutes. Prompts have 300 tokens. The two programs of a ratio run alternately, on the same weights, embeddings and
+noise. The ratio is between medians.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_turn(first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor
     """
     seconds: tuple[list, list] = ([], [])
     processor: tuple[list, list] = ([], [])
-    # With one or two runs, there is no warm-up, because the first run is not slower than the others.
+    # One or two runs have no warm-up.
     results = [first(), second()] if runs > 2 else [torch.empty(0), torch.empty(0)]
     for _ in range(runs):
         for k, call in enumerate((first, second)):

@@ -18,7 +18,7 @@ from benchmarks.machine import last_line, write
 
 RUNS = 5
 
-# Imports the pack as the server does, in a process that has imported the host before.
+# Imports the pack as the server does, in a process that has already imported ComfyUI.
 IMPORT = """
 import asyncio, json, sys, time, tracemalloc
 host, pack = sys.argv[1:]
@@ -71,7 +71,7 @@ def server_start() -> dict:
 
 
 def demo() -> dict:
-    """Return the seconds of `make demo` and of its graph, when everything is set up."""
+    """Return the seconds of `make demo` and of its graph, after a first setup."""
     results = []
     for _ in range(RUNS):
         started = time.perf_counter()

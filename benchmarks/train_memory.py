@@ -182,7 +182,7 @@ def count_step(
 
 
 def replace_parameters(module: Any, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Replace torch.nn.Module._apply: create new parameters, because the data of fake ones cannot be exchanged."""
+    """Replace torch.nn.Module._apply: create new parameters, because the data of fake parameters cannot be replaced."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             setattr(owner, name, torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad))
@@ -195,7 +195,7 @@ def copy_parameter(parameter: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Pa
 
 
 def describe(settings: TrainingSettings) -> str:
-    """Return the differences between the cases as text."""
+    """Return the name of a case: its settings as text."""
     method, phase, optimizer = settings.method, settings.phase[0], settings.optimizer
     words = [f"{phase.resolution} px", f"batch {phase.batch}"]
     words += ["accumulated"] if phase.accumulate > 1 else []
@@ -233,7 +233,7 @@ def main() -> None:
             settings = make_settings(**case)
             figures.setdefault(variant, {})[describe(settings)] = compare(variant, settings)
             sys.stderr.write(f"{variant} {describe(settings)}: {figures[variant][describe(settings)]}\n")
-    note = "counted on fake tensors in a second step; nothing of this has run on a card"
+    note = "counted on fake tensors in a second step; none of this was measured on a GPU"
     write(__file__, {"note": note, "steps": figures})
 
 

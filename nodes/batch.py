@@ -64,7 +64,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, devices: str = "default"):
-        # a workflow from a machine with more devices runs here too
+        # Accept any device, because workflows come from machines with other devices.
         return True
 
     @classmethod
@@ -92,7 +92,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if vae is not None:
             check_links(vae=vae)
-        # widgets check their range, links do not
+        # ComfyUI checks the range of widgets, but not of values from links.
         check_whole("count", count, 1, LARGEST_BATCH)
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_whole("chunk", chunk, 0, LARGEST_COUNT)

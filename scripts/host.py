@@ -72,7 +72,7 @@ class Server(NamedTuple):
 
     address: str
     log: Path
-    # The folder of its images.
+    # The folder where the server saves images.
     output: Path
     pid: int
 
@@ -155,7 +155,7 @@ def refusal(answer: dict) -> str:
 def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:
     """Queue `graph` and yield its events until it ends or is cancelled: dicts, and bytes for previews.
 
-    Raises GraphError with the node's message if one fails.
+    Raises GraphError with the node's message if a node fails.
     """
     client_id = uuid.uuid4().hex
     with connect(f"ws://{server.address}/ws?clientId={client_id}", max_size=None) as stream:

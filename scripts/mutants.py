@@ -1,7 +1,7 @@
 """Measure how many small changes of the code the unit tests detect: `make mutants`, or see --help.
 
 cosmic-ray makes one change at a time in a copy of the tree. It then runs the unit tests that reach the changed line,
-the quickest first, until one fails or 30 seconds of tests have passed. benchmarks/mutants.json contains the score and
+the quickest first, until one fails or the tests have taken 30 seconds. benchmarks/mutants.json contains the score and
 the changes that survived. scripts/equivalent_mutants.json lists changes that no test could detect. They do not count.
 
 Results are saved in .cache/mutants.d. An interrupted run resumes. After a change of the code it starts again.
@@ -34,7 +34,7 @@ FIGURES = ROOT / "benchmarks" / "mutants.json"
 MODULES = ("sampling/*.py", "model/forward.py", "model/text.py", "checkpoints/*.py", "decode/*.py", "batch/queue.py")
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider")
 SECONDS = 30.0
-# Without changes that every test detects, such as `+` to `<<`.
+# The kinds of changes. Kinds that every test detects are left out, such as `+` to `<<`.
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|FloorDiv_Div|Mod_FloorDiv|Pow_Mul)"
     r"|ReplaceUnaryOperator_(USub_UAdd|Delete_USub|Delete_Not)|ReplaceComparisonOperator_[LG]tE?_[LG]tE?"

@@ -14,7 +14,7 @@ from sana_core.checkpoints.downloads import DOWNLOADS, download_command
 
 # The demo model cannot replace the files of these templates.
 DOWNLOADED = {"SANA Sprint", "SANA video from text or image"}
-# A run ends at these nodes.
+# Output nodes. App Mode shows their results.
 SHOWING = ("SaveImage", "SaveVideo", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
 SOURCES = {"model": INSIDE[0], "clip": INSIDE[1], "vae": INSIDE[2]}
 
@@ -126,7 +126,7 @@ def sprint(name: str) -> Template:
 
 
 def image_to_image(name: str) -> Template:
-    """A new image from the first one, and the first one with another left half."""
+    """Image to image, and an inpainting of the left half of the first image."""
     latent = {"pixels": ("first", 0), "vae": INSIDE[2]}
     nodes = {
         "note": note(name),

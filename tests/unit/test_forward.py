@@ -1,4 +1,4 @@
-"""The forward for sampling against the library's, which computes everything in each step."""
+"""Our forward for sampling, compared with diffusers', which computes everything again in each step."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_every_variant_equals_the_library(variant, size):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_constants_serve_every_step(variant):
+def test_one_set_of_constants_is_right_for_every_step(variant):
     transformer = tiny_transformer(variant)
     embeds, mask = random_prompt(1, kept=6)
     constants = prepare(transformer, embeds, mask, 4, 4)
@@ -123,7 +123,7 @@ def test_only_the_chosen_blocks_and_pictures_are_perturbed(variant):
     assert (run(1)[1] - run(2)[1]).abs().max() > 1e-3
 
 
-def test_half_precision_stays_near():
+def test_bf16_error_is_at_most_1_5_times_the_librarys():
     transformer = tiny_transformer("sana-1.5")
     embeds, mask = random_prompt(1)
     x, timestep = torch.randn(1, 32, 4, 4), torch.tensor([500.0])

@@ -1,4 +1,4 @@
-"""Every command with failures of the operating system: nothing is lost or doubled, and each failure is one line.
+"""Every command with failures of the operating system: nothing is lost or written twice, each prints one line.
 
 A command runs while a failure is injected, and again without it. After that its folder equals the folder of a run
 without failures, byte for byte.
@@ -30,7 +30,7 @@ from sana_core.training import run_log, states
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = ["--width", "32", "--height", "32", "--steps", "1", "--dtype", "float32"]
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
-# Lines that show how far a command is.
+# Progress lines of the commands.
 PROGRESS = re.compile(r"(?!out: ).*\d+ of \d+.*|\d\d:\d\d:\d\d .*|generating in .*|")
 
 
@@ -100,7 +100,7 @@ def run(name, inputs, out, devices=(), caplog=None):
 
 
 def content(out):
-    """The files below `out`. Of the log, the steps and losses, which have no times."""
+    """The files below `out`. For the log: only steps and losses, because its times differ between runs."""
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     if "log.jsonl" in files:
         files["log.jsonl"] = [(line["step"], line.get("loss")) for line in run_log.read_log(out)]
@@ -126,7 +126,7 @@ def expected(inputs, tmp_path_factory):
 def inject(monkeypatch):
     """A function of a predicate and an error: operations on files that the predicate accepts raise the error.
 
-    The predicate gets the name of the operation and its paths. Nobody waits long for a file.
+    The predicate gets the name of the operation and its paths. The waiting times for files are short in these tests.
     """
     monkeypatch.setattr(atomic_files, "PATIENCE", 0.1)
     monkeypatch.setattr(states, "SCAN_PATIENCE", 0.1)
@@ -214,7 +214,7 @@ def test_a_file_that_stays_open_costs_nothing_but_one_line(name, file, inputs, e
     assert status == (file not in LISTS), lines
     assert len(lines) == LISTS.get(file, 1) and all((file in line or f"{out} " in line) for line in lines)
     inject()
-    # A run that has ended makes no validation again, and so no sheet.
+    # A finished run does not validate again, so it writes no sheet.
     before = {key: value for key, value in before.items() if file != "validations.png" or key != file}
     assert run(name, inputs, out, caplog=caplog) == (0, [])
     after = content(out)
@@ -223,7 +223,7 @@ def test_a_file_that_stays_open_costs_nothing_but_one_line(name, file, inputs, e
         (other_name,) = after.keys() - before.keys()
         assert other_name in lines[0] and after.pop(other_name) == before[file]
     if file == "log.jsonl":
-        # Nobody has its lines any more, and the sheet shows them.
+        # The lines of the log are lost, and so are the losses on the sheet.
         for key in ("log.jsonl", "validations.png"):
             before.pop(key), after.pop(key, None)
     assert after == before
@@ -241,7 +241,7 @@ def test_a_disk_that_fails_once_costs_one_line(name, at, code, inputs, expected,
     inject((fails, lambda: OSError(code, os.strerror(code))))
     status, lines = run(name, inputs, out, caplog=caplog)
     assert len(lines) <= 1 and (status == 0 or os.strerror(code) in lines[0]), lines
-    # Whatever has its name is whole.
+    # Every file with its final name is complete.
     complete = {
         key: value for key, value in content(out).items() if key.endswith((".png", "/x.safetensors", "l.safetensors"))
     }
@@ -276,7 +276,7 @@ def test_a_disk_that_renumbers_its_files_changes_nothing(name, inputs, expected,
     assert content(tmp_path / "out") == before
 
 
-# Names that torch 2.6, the oldest that the pack takes, does not have or has by another name.
+# Names that do not exist in torch 2.6, the oldest supported version.
 NEWER = {
     torch: ["AcceleratorError"],
     torch.accelerator: [

@@ -34,11 +34,11 @@ class Row(NamedTuple):
 
     words: str
     suffixes: tuple[str, ...] = ("",)
-    # Kinds of paths that are right there.
+    # Kinds of paths that this option accepts.
     right: tuple[str, ...] = ()
 
 
-# A missing folder is made, and any name can be a folder's name.
+# A missing folder is created, and a folder may have any name.
 NEW = ("missing", "in a missing folder", "with a line break", "not in UTF-8")
 FILE = ("missing", "with a line break", "not in UTF-8")
 FOLDERS = (*NEW, "a folder", "a folder with files")
@@ -76,7 +76,7 @@ ROWS = {
     "train settings": Row("train PATH", (".toml", "")),
     "train settings, plan": Row("train PATH --plan", (".toml", "")),
 }
-# Paths in a training's settings. An empty path where a default exists is the default.
+# Paths in a training's settings. An empty path means the default, if there is one.
 UNSET = ("nothing",)
 PLACES = {
     "model": Row("train SETTINGS", MODEL_NAMES),
@@ -98,7 +98,7 @@ PROGRESS = re.compile(
 
 
 def with_suffixes(rows):
-    """The parameters of a test: the name of a row, and each of its suffixes. The first suffix is quick enough."""
+    """The parameters of a test: the name of a row, and each of its suffixes. Only the first suffix is quick."""
     return [
         pytest.param(name, suffix, marks=[pytest.mark.slow] if number else [], id=f"{name}{suffix}")
         for name, row in rows.items()
@@ -132,7 +132,7 @@ def test_every_path_of_every_command_has_a_row():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """What is right, by the words of ROWS."""
+    """Valid paths for the placeholders in ROWS."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "prompts.txt").write_text("a red circle")
     save_file({"latents": torch.zeros(1, 32, 2, 2)}, folder / "latents.safetensors")
@@ -179,7 +179,7 @@ def run(words):
 def check(words, is_right):
     """Run a command with a wrong path."""
     status, out, lines = run(words)
-    # argparse writes how the command is used before its line.
+    # argparse prints the usage before the error.
     error = "\n".join(lines[-1:] if status == 2 else lines)
     assert not re.search(r"\[Errno|Traceback|TimeoutError|\[WinError", out + error), (words, error)
     assert (status == 0) == is_right, (words, status, error)
@@ -208,7 +208,7 @@ def test_a_wrong_path_in_a_trainings_settings_is_one_line(name, suffix, inputs, 
     row = PLACES[name]
     for kind, folder, entered in wrong_paths(suffix, tmp_path, monkeypatch):
         settings = write_settings(folder, name, entered, inputs)
-        # TOML has no half characters, and a line break in a path is a backslash in double quotes.
+        # TOML cannot contain lone surrogates, and a line break in a path is a backslash in double quotes.
         is_right = kind in row.right and kind not in ("with a line break", "not in UTF-8")
         check(["train", settings], is_right)
         if name in READ_BY_PLAN:
