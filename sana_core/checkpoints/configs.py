@@ -22,6 +22,7 @@ from ..model.known_models import (
 from ..model.latents import DOWNSCALE
 from ..runtime.text import Json, brief
 from .headers import Headers
+from .kinds import VIDEO2
 
 # the finest stage of DC-AE-Lite's decoder in its configuration, which has no blocks
 EMPTY_WIDTH = 128
@@ -48,10 +49,12 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def hidden_width(headers: Headers) -> int:
-    """Return the channels between the convolutions of a feed-forward, which conv_depth has twice.
+    """Return the channels between the layers of a feed-forward, which conv_depth has twice.
 
     Formats of 4 bits pack two input channels of conv_point into a byte, but leave the 3x3 convolution as it is.
     """
+    if VIDEO2 in headers:
+        return headers["transformer_blocks.0.ff.gate_proj.weight"].shape[0]
     return headers["transformer_blocks.0.ff.conv_depth.weight"].shape[0] // 2
 
 
@@ -115,8 +118,27 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
 
 
 def video_config(headers: Headers) -> Json:
-    """Return SanaVideoTransformer3DModel's configuration for tensors with diffusers' names; heads are 112 wide."""
+    """Return the configuration of a SANA-Video transformer's class for tensors with diffusers' names.
+
+    Heads of SANA-Video are 112 wide. In SANA-Video 2.0 `to_beta` has a row for each head of the linear layers, and the
+    layers with softmax have half of the heads.
+    """
     width, channels, *patch = headers["patch_embedding.weight"].shape
+    if VIDEO2 in headers:
+        heads = headers["transformer_blocks.0.attn1.to_beta.weight"].shape[0]
+        layers = range(count(headers, r"transformer_blocks\.(\d+)\."))
+        softmax = [i for i in layers if f"transformer_blocks.{i}.attn1.to_beta.weight" not in headers]
+        return {
+            "in_channels": channels,
+            "out_channels": channels,
+            "num_attention_heads": heads,
+            "attention_head_dim": width // heads,
+            "num_layers": len(layers),
+            "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
+            "mlp_ratio": hidden_width(headers) / width,
+            "softmax_heads": heads // 2,
+            "softmax_every": (softmax or [len(layers)])[0] + 1,
+        }
     heads = width // VIDEO_HEAD_DIM
     return {
         "in_channels": channels,

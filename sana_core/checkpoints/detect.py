@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
+from ..model.known_models import (
+    DEFAULT_RESOLUTION,
+    DMD,
+    GEMMA_WIDTHS,
+    RESOLUTIONS,
+    VIDEOS,
+    controlnet_name,
+    variant_name,
+)
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
@@ -22,8 +30,8 @@ from .configs import architecture, autoencoder_name, contradiction, gemma_width,
 from .files import parse_json, read_json, readable
 from .foreign_models import foreign_model, relative
 from .headers import SAFETENSORS, Header, Headers, Weights, read_header, read_sharded, tensor_bytes
-from .keys import BASE_BLOCK, HOLDERS, Origin, autoencoder_origins, transformer_origins, unwrapped
-from .kinds import FOLDERS, KINDS, TRANSFORMERS, check_config, check_tensors
+from .keys import BASE_BLOCK, HOLDERS, VIDEO_TENSORS, Origin, autoencoder_origins, transformer_origins, unwrapped
+from .kinds import FOLDERS, KINDS, TRANSFORMERS, VIDEO2, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
 
@@ -44,6 +52,8 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 NAMED = {str(pixels): pixels for pixels in RESOLUTIONS} | {f"{pixels // 1024}k": pixels for pixels in RESOLUTIONS[1:]}
 NAMED_RESOLUTION = re.compile(rf"(?<![0-9a-z])({'|'.join(NAMED)})(?=px|[^0-9a-z]|$)", re.IGNORECASE)
 RESOLUTION_WITH_UNIT = re.compile(r"(?<![0-9a-z])(?:(512|1024|2048|4096)px|[124]k(px)?)(?![0-9a-z])", re.IGNORECASE)
+# In the name of SANA-Video 2.0's preview.
+PREVIEW = "4step"
 # (layout, tensors that identify it) of the VAEs of SANA-Video: first Wan 2.1's, then LTX-2's.
 VIDEO_VAES = (
     ("diffusers", {"post_quant_conv.weight", "decoder.mid_block.attentions.0.to_qkv.weight"}),
@@ -236,12 +246,13 @@ def recognise(
         if difference:
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
-    variant, resolution, source, reference = variant_of(file, kind, headers, stored), None, "", ""
+    variant, resolution, source, reference = variant_of(file, kind, headers, stored, config), None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
     elif kind in (*TRANSFORMERS, "controlnet"):
-        reference = NVIDIA if layout == "original" else DIFFUSERS
+        # diffusers has no code of SANA-Video 2.0 that a file with its names could follow.
+        reference = NVIDIA if layout == "original" or VIDEO2 in headers else DIFFUSERS
     if kind in ("transformer", "controlnet"):
         positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
         resolution, source = find_resolution(file, config, positions, patch)
@@ -261,14 +272,16 @@ def recognise(
     return CheckpointInfo(*found, reference=reference, notes=tuple(notes))
 
 
-def variant_of(file: Path, kind: str, headers: Headers, stored: Mapping[str, Header]) -> str:
+def variant_of(
+    file: Path, kind: str, headers: Headers, stored: Mapping[str, Header], config: Json | None = None
+) -> str:
     """Return the component's variant. For other files, return a description of the tensors `stored`."""
     if kind == "transformer":
         return variant_name(architecture(headers))
     if kind == "controlnet":
         return controlnet_name(architecture(headers))
     if kind == "video_transformer":
-        return video_name(file, headers["patch_embedding.weight"].shape)
+        return video_name(file, headers, config)
     if kind == "autoencoder":
         return autoencoder_name(headers)
     if kind == "video_autoencoder":
@@ -322,9 +335,9 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "controlnet", "diffusers", same
     if "controlnet.0.before_proj.weight" in names:
         return "controlnet", "original", transformer_origins(names)
-    if {"patch_embedding.weight", "transformer_blocks.0.ff.conv_temp.weight"} <= names:
+    if "patch_embedding.weight" in names and names & {"transformer_blocks.0.ff.conv_temp.weight", VIDEO2}:
         return "video_transformer", "diffusers", same
-    if {"x_embedder.proj.weight", "blocks.0.mlp.t_conv.weight"} <= names:
+    if "x_embedder.proj.weight" in names and names & VIDEO_TENSORS:
         return "video_transformer", "original", transformer_origins(names)
     if {"caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"} <= names:
         return "transformer", "diffusers", same
@@ -345,22 +358,27 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
     return "other", "", same
 
 
-def video_name(file: Path, embedding: tuple[int, ...]) -> str:
-    """Return the name in VIDEOS of the model whose patch embedding has the shape `embedding`.
+def video_name(file: Path, headers: Headers, config: Json | None) -> str:
+    """Return the name in VIDEOS of the model with that patch embedding and, if it is SANA-Video 2.0, depth attention.
 
-    Raises CheckpointError for other models.
+    The preview in 4 steps has the same tensors as the model that it was distilled from, so its file's name tells them
+    apart, or the configuration of a saved MODEL. Raises CheckpointError for other models.
     """
-    _, channels, *patch = embedding
-    if channels in VIDEOS and patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
+    _, channels, *patch = headers["patch_embedding.weight"].shape
+    known = [model for model in VIDEOS.values() if model.is_video2 == (VIDEO2 in headers)]
+    models = [model for model in known if model.channels == channels]
+    if not models:
+        expected = " or ".join(dict.fromkeys(str(model.channels) for model in known))
+        raise CheckpointError(
+            f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected {expected}; use a "
+            "released model"
+        )
+    if patch != [1, models[0].patch, models[0].patch]:
         raise CheckpointError(
             f"{shown(file)}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
         )
-    if channels not in VIDEOS:
-        raise CheckpointError(
-            f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected "
-            f"{' or '.join(map(str, VIDEOS))}; use a released model"
-        )
-    return VIDEOS[channels].name
+    is_preview = PREVIEW in file.stem.lower() or (config or {}).get("sampler") == DMD
+    return models[-1 if is_preview else 0].name
 
 
 def part_header(name: str, header: Header, origin: Origin) -> Header:

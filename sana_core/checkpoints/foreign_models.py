@@ -13,7 +13,6 @@ from .headers import Header
 # diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
 # src/Linear.cpp) and bitsandbytes.
 RELATIVES = (
-    (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
     (r"\.attn\.A_log", "SANA-Streaming, which edits videos"),
     (r"meta_queries", "VIBE, which edits images by instructions that Qwen3-VL reads"),

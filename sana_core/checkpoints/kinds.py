@@ -53,6 +53,14 @@ TRANSFORMER_TENSORS = {
     "transformer_blocks.0.ff.conv_depth.weight": 4,
     "transformer_blocks.0.ff.conv_point.weight": 4,
 }
+# Only SANA-Video 2.0 has this tensor. Its feed-forwards are not convolutions.
+VIDEO2 = "attn_res.final_proj.weight"
+VIDEO2_TENSORS = {
+    "patch_embedding.weight": 5,
+    "caption_projection.linear_1.weight": 2,
+    "transformer_blocks.0.attn1.to_beta.weight": 2,
+    "transformer_blocks.0.ff.gate_proj.weight": 2,
+}
 KINDS = {
     "transformer": CheckpointKind(
         title="SANA transformer",
@@ -68,7 +76,7 @@ KINDS = {
         wanted="a SANA-Video transformer",
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
         folder="transformer",
-        classes=("SanaVideoTransformer3DModel",),
+        classes=("SanaVideoTransformer3DModel", "SanaVideo2Transformer3DModel"),
         fields=VIDEO,
         tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
     ),
@@ -140,7 +148,7 @@ def check_config(name: str, kind: str, config: Json) -> Json:
 
 def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Raise CheckpointError if tensors that identify the architecture are missing or misshapen, or for many blocks."""
-    for tensor, dimensions in KINDS[kind].tensors.items():
+    for tensor, dimensions in (VIDEO2_TENSORS if VIDEO2 in headers else KINDS[kind].tensors).items():
         if tensor not in headers:
             raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
         shape = headers[tensor].shape

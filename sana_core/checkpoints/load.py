@@ -20,7 +20,7 @@ from ..model.known_models import (
     DEFAULT_RESOLUTION,
     DEFAULTS,
     VIDEO_HEAD_DIM,
-    VIDEO_LAYERS,
+    VIDEOS,
     TransformerConfig,
     released_shift,
 )
@@ -42,7 +42,7 @@ from .configs import (
 from .detect import TOKENIZERS, follow, inspect_checkpoint
 from .files import INCOMPLETE
 from .headers import Reader, read_file, read_tensors
-from .kinds import KINDS, TRANSFORMERS
+from .kinds import KINDS, TRANSFORMERS, VIDEO2
 from .parts import find_part, find_transformer
 from .schedulers import scheduler_file, scheduler_of
 from .schemas import read_shift
@@ -100,7 +100,7 @@ def check_libraries(info: CheckpointInfo) -> None:
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from error
-    if info.kind in VIDEO_KINDS and not hasattr(diffusers, library_class(info)):
+    if info.kind in VIDEO_KINDS and not hasattr(diffusers, class_name(info)):
         oldest = "0.37" if info.variant == "ltx-2" else "0.36"
         raise VersionError(
             f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
@@ -108,9 +108,20 @@ def check_libraries(info: CheckpointInfo) -> None:
         )
 
 
-def library_class(info: CheckpointInfo) -> str:
-    """Return the name of diffusers' class for `info`."""
-    return "AutoencoderKLLTX2Video" if info.variant == "ltx-2" else KINDS[info.kind].classes[0]
+def class_name(info: CheckpointInfo) -> str:
+    """Return the name of diffusers' class for `info`, or of the class whose parts SANA-Video 2.0 has."""
+    return "AutoencoderKLLTX2Video" if info.variant.startswith("ltx-2") else KINDS[info.kind].classes[0]
+
+
+def library_class(info: CheckpointInfo) -> Any:
+    """Return diffusers' class for `info`, or the class of this package for SANA-Video 2.0."""
+    import diffusers
+
+    if info.kind == "video_transformer" and VIDEO2 in info.headers:
+        from ..video.transformer import SanaVideo2Transformer3DModel
+
+        return SanaVideo2Transformer3DModel
+    return getattr(diffusers, class_name(info))
 
 
 def check_layers(info: CheckpointInfo, layers: int) -> None:
@@ -152,20 +163,20 @@ def empty_parameters() -> Iterator[None]:
 
 def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
     """Build a module. Raises CheckpointError for an unknown width, and the errors of the libraries."""
-    import diffusers
     from transformers import Gemma2Config, Gemma2Model
 
     config = library_config(info)
     if info.kind != "text_encoder":
-        config["_class_name"] = library_class(info)
+        library = library_class(info)
+        config["_class_name"] = library.__name__
     if resolution is not None and info.kind in ("transformer", "controlnet"):
         config.update(resolution_config(resolution))
     if info.kind == "video_transformer":
-        config["patch_size"] = tuple(config["patch_size"])
-        check_layers(info, config.get("num_layers", VIDEO_LAYERS))
+        config["patch_size"] = tuple(config.get("patch_size", (1, 1, 1)))
+        check_layers(info, config.get("num_layers", VIDEOS[info.variant].layers))
     if info.kind in VIDEO_KINDS:
         with torch.device("meta"):
-            module = getattr(diffusers, library_class(info)).from_config(config)
+            module = library.from_config(config)
         # Check the shapes before memory is allocated: `init_empty_weights` makes real parameters, one at a time.
         if not info.quantised:
             shapes = {name: header.shape for name, header in info.headers.items()}
@@ -181,14 +192,26 @@ def construct(info: CheckpointInfo, resolution: int | None) -> torch.nn.Module:
         if info.kind == "text_encoder":
             # Other implementations omit the cap of the attention's logits. Older versions of transformers choose them.
             return Gemma2Model(Gemma2Config(**{**config, "attn_implementation": "eager"}))
-        module = getattr(diffusers, library_class(info)).from_config(config)
+        module = library.from_config(config)
         if info.kind == "controlnet" and info.reference == NVIDIA:
             module.base_block = copy.deepcopy(module.transformer_blocks[0])
     if info.kind != "autoencoder":
         set_reference(module, info.reference)
-    if info.kind == "transformer" and (sampler := scheduler_of(info).sampler) != DEFAULTS.sampler:
+    if (sampler := usual_sampler(info)) is not None:
         module.register_to_config(sampler=sampler)
     return module
+
+
+def usual_sampler(info: CheckpointInfo) -> str | None:
+    """Return the sampler of the transformer `info` if it is not SANA's usual one: the scheduler of the folder of an
+    image model, or the sampler that a preview of SANA-Video was distilled for."""
+    if info.kind == "transformer":
+        sampler = scheduler_of(info).sampler
+    elif info.kind == "video_transformer":
+        sampler = VIDEOS[info.variant].defaults.sampler
+    else:
+        return None
+    return None if sampler == DEFAULTS.sampler else sampler
 
 
 def library_config(info: CheckpointInfo) -> Json:
@@ -209,7 +232,8 @@ def shapes_config(info: CheckpointInfo) -> Json:
         return autoencoder_config(info.headers)
     if info.kind == "video_transformer":
         width = info.headers["patch_embedding.weight"].shape[0]
-        known, expected = width % VIDEO_HEAD_DIM == 0, f"a multiple of {VIDEO_HEAD_DIM}"
+        known = width % VIDEO_HEAD_DIM == 0 or VIDEO2 in info.headers
+        expected = f"a multiple of {VIDEO_HEAD_DIM}"
     else:
         width = architecture(info.headers).width
         known, expected = width in CROSS_HEADS, " or ".join(map(str, CROSS_HEADS))
@@ -270,12 +294,10 @@ def config_of(info: CheckpointInfo) -> TransformerConfig:
     Raises CheckpointError for an unknown width, and VersionError as `check_libraries` does.
     """
     check_libraries(info)
-    import diffusers
-
-    parameters = inspect.signature(getattr(diffusers, library_class(info)).__init__).parameters.values()
+    parameters = inspect.signature(library_class(info).__init__).parameters.values()
     defaults: Json = {parameter.name: parameter.default for parameter in parameters}
-    if info.kind == "transformer":
-        defaults["sampler"] = scheduler_of(info).sampler
+    if (sampler := usual_sampler(info)) is not None:
+        defaults["sampler"] = sampler
     config: Any = SimpleNamespace(**defaults | library_config(info))
     return config
 

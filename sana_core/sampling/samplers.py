@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from ..errors import InputError
-from ..model.known_models import DEFAULTS, SPRINT, TransformerConfig
+from ..model.known_models import DEFAULTS, DMD, SPRINT, TransformerConfig
 from ..model.reference import DIFFUSERS, RULES, Reference
 from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
@@ -230,6 +230,14 @@ SAMPLERS = {
         ("SCMScheduler", None),
         # The model receives the value as an embedding.
         guides_below_one=lambda reference: True,
+        options=lambda reference, noise: {"noise": noise},
+    ),
+    # SANA-Video 2.0's preview takes steps like those of scm, at the sigmas of DPM-Solver. Its class is NVIDIA's.
+    DMD: Sampler(
+        sample_scm,
+        dpm_schedule,
+        ("FastVideoDMD4Step", None),
+        whole_timesteps=True,
         options=lambda reference, noise: {"noise": noise},
     ),
 }

@@ -15,17 +15,25 @@ from diffusers import SanaVideoTransformer3DModel
 from ....sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.configs import hidden_width
+from ....sana_core.checkpoints.kinds import VIDEO2
 from ....sana_core.checkpoints.load import shift_of
 from ....sana_core.checkpoints.parts import find_transformer
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
+from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..compat.internals import add_lora_names, remember_loader
 from ..file_stats import reloader
 from ..sampling.core_nodes import fit_core_nodes
 from ..sampling.guidance import follow_reference, refuse_unfit_samplers
 from ..sampling.latents import latent_format
 from ..sampling.model import SanaDiffusionModel, SanaModel
-from ..sampling.video_model import SanaVideoDiffusionModel, SanaVideoModel, cell_bytes, video_format
+from ..sampling.video_model import (
+    SanaVideo2DiffusionModel,
+    SanaVideoDiffusionModel,
+    SanaVideoModel,
+    cell_bytes,
+    video_format,
+)
 from .layers import keep_on_device
 from .lora import model_keys
 from .quantise import OFF, check_choice
@@ -57,8 +65,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.quant_config = {"mixed_ops": True} if info.quantised or form != OFF else None
         self.text = describe(info, resolution, form)
         # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
-        hidden = 2 * hidden_width(info.headers)
-        cell = cell_bytes(embedding, hidden) if is_video else 3 * hidden + 10 * inner
+        hidden = hidden_width(info.headers)
+        cell = cell_bytes(embedding, hidden, VIDEO2 in info.headers) if is_video else 6 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
@@ -148,8 +156,10 @@ def load_model(
 
 def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
     """Wrap the library's `transformer` in the model class that ComfyUI's samplers call."""
-    is_video = isinstance(transformer, SanaVideoTransformer3DModel)
-    transformer.__class__ = SanaVideoDiffusionModel if is_video else SanaDiffusionModel
-    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
+    classes = {SanaVideoTransformer3DModel: SanaVideoDiffusionModel}
+    classes[SanaVideo2Transformer3DModel] = SanaVideo2DiffusionModel
+    transformer.__class__ = classes.get(type(transformer), SanaDiffusionModel)
+    base = SanaModel if isinstance(transformer, SanaDiffusionModel) else SanaVideoModel
+    model = base(config, comfy.model_base.ModelType.FLOW)
     model.diffusion_model = transformer
     return model
