@@ -28,7 +28,7 @@ from ..runtime.text import Json, brief, shown
 from .checkpoint import SCALES, CheckpointInfo, Source
 from .configs import architecture, autoencoder_name, contradiction, gemma_width, resolution_config
 from .files import parse_json, read_json, readable
-from .foreign_models import foreign_model, relative
+from .foreign_models import CAUSAL_CLASS, LONG_NAMES, LONGSANA, foreign_model, relative
 from .headers import SAFETENSORS, Header, Headers, Weights, read_header, read_sharded, tensor_bytes
 from .keys import BASE_BLOCK, HOLDERS, VIDEO_TENSORS, Origin, autoencoder_origins, transformer_origins, unwrapped
 from .kinds import FOLDERS, KINDS, TRANSFORMERS, VIDEO2, check_config, check_tensors
@@ -225,6 +225,9 @@ def recognise(
     """
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     kind, layout, origins = classify(set(stored))
+    is_long = kind == "video_transformer" and is_longsana(file, config)
+    if is_long:
+        kind = "other"
     origins = {target: Origin(names[o.name], o.part, o.parts) for target, o in origins.items()}
     headers = {target: part_header(o.name, weights.headers[o.name], o) for target, o in origins.items()}
     if kind in KINDS and kind != "lora":
@@ -246,7 +249,8 @@ def recognise(
         if difference:
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
-    variant, resolution, source, reference = variant_of(file, kind, headers, stored, config), None, "", ""
+    variant = LONGSANA if is_long else variant_of(file, kind, headers, stored, config)
+    resolution, source, reference = None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
@@ -313,6 +317,11 @@ def follow(info: CheckpointInfo, reference: str) -> CheckpointInfo:
     origins = {name: origin for name, origin in info.origins.items() if name not in unused}
     headers = {name: header for name, header in info.headers.items() if name not in unused}
     return replace(info, origins=origins, headers=headers)
+
+
+def is_longsana(file: Path, config: Json | None) -> bool:
+    """Whether a transformer with the tensors of SANA-Video is LongSANA's, by its configuration or its file's name."""
+    return (config or {}).get("_class_name") == CAUSAL_CLASS or any(name in file.stem.lower() for name in LONG_NAMES)
 
 
 def is_config_of(config: object, kind: str) -> bool:

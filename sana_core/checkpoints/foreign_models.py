@@ -21,6 +21,13 @@ RELATIVES = (
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
     (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
 )
+# LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
+# SANA-Video would generate noise. These are the class in its config.json, and parts of its files' names.
+LONGSANA = (
+    "LongSANA, whose layers read only earlier frames, 10 at a time from a cache that this pack does not have (its "
+    "video models are SANA-Video 2B and 2.0)"
+)
+CAUSAL_CLASS, LONG_NAMES = "SanaVideoCausalTransformer3DModel", ("longlive", "longsana")
 # Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
 DAMAGED = (
     (
