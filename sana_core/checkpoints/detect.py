@@ -61,6 +61,7 @@ VIDEO_VAES = (
     ("diffusers", {"latents_mean", "decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.conv1.conv.weight"}),
     ("original", {"per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"}),
 )
+FOURTH_STAGE = {"diffusers": "decoder.up_blocks.3.", "original": "decoder.up_blocks.8."}
 # A number that torch's AveragedModel stores beside the weights.
 AVERAGED = "n_averaged"
 # The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
@@ -249,7 +250,7 @@ def recognise(
         if difference:
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
-    variant = LONGSANA if is_long else variant_of(file, kind, headers, stored, config)
+    variant = LONGSANA if is_long else variant_of(file, kind, layout, headers, stored, config)
     resolution, source, reference = None, "", ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
@@ -277,7 +278,7 @@ def recognise(
 
 
 def variant_of(
-    file: Path, kind: str, headers: Headers, stored: Mapping[str, Header], config: Json | None = None
+    file: Path, kind: str, layout: str, headers: Headers, stored: Mapping[str, Header], config: Json | None
 ) -> str:
     """Return the component's variant. For other files, return a description of the tensors `stored`."""
     if kind == "transformer":
@@ -289,7 +290,10 @@ def variant_of(
     if kind == "autoencoder":
         return autoencoder_name(headers)
     if kind == "video_autoencoder":
-        return "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1"
+        if "decoder.conv_in.conv.weight" not in headers:
+            return "wan-2.1"
+        # The decoder of LTX-2.3 has a fourth stage.
+        return "ltx-2.3" if any(name.startswith(FOURTH_STAGE[layout]) for name in headers) else "ltx-2"
     if kind == "text_encoder":
         width = gemma_width(headers)
         return GEMMA_WIDTHS.get(width, f"gemma-2-custom-{width}")

@@ -137,6 +137,9 @@ def check_config(name: str, kind: str, config: Json) -> Json:
     """
     refuse_code(name, config)
     row = KINDS[kind]
+    if kind == "video_autoencoder" and type(finest_first := config.get("decoder_upsample_type")) is list:
+        # The folder of SANA-Video 2.0's VAE has this field from before diffusers named and ordered it.
+        config = {"upsample_type": finest_first[::-1], **config}
     for field, check in row.fields.items():
         if field in config and not check(config[field]):
             raise CheckpointError(

@@ -101,7 +101,7 @@ def check_libraries(info: CheckpointInfo) -> None:
             "install -r requirements.txt with the Python that runs this"
         ) from error
     if info.kind in VIDEO_KINDS and not hasattr(diffusers, class_name(info)):
-        oldest = "0.37" if info.variant == "ltx-2" else "0.36"
+        oldest = "0.37" if info.variant.startswith("ltx-2") else "0.36"
         raise VersionError(
             f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
             "pip install -U diffusers"

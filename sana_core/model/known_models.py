@@ -136,6 +136,9 @@ VIDEO_720 = VideoModel(
 # SANA-Video 2.0 was released for one size (docs/sana_video2.md of NVlabs/Sana).
 VIDEO_5B = VIDEO_720._replace(
     name="video-2.0-5B",
+    smallest=32,
+    vae_parameters=726_105_969,
+    vae="ltx-2.3",
     size=(1280, 736),
     shapes=((1280, 736), (736, 1280)),
     parameters=4_466_980_960,
