@@ -73,8 +73,9 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> CheckpointInfo:
 
     `ema`: use the moving average in a .pth of a training. If `path` is a CheckpointInfo, it is returned unchanged. A
     folder may be a pipeline of diffusers, one component of diffusers or transformers, or NVIDIA's folder with
-    checkpoints/ in it. A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError
-    if the path does not exist, ReadError if it cannot be read, CheckpointError if the file is broken or has no weights.
+    checkpoints/ in it, perhaps with components of diffusers beside that. A file that is not SANA's has kind "other" and
+    a variant that names it. Raises MissingFileError if the path does not exist, ReadError if it cannot be read,
+    CheckpointError if the file is broken or has no weights.
     """
     if isinstance(path, CheckpointInfo):
         return path
@@ -87,9 +88,9 @@ def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
     """Inspect a path, as `inspect_checkpoint` does. Raises OSError if the operating system refuses the path."""
     if path.exists() and not path.is_dir():
         return inspect_file(path, ema)
+    folders = [path / name for name in FOLDERS if (path / name / "config.json").exists()]
     if (path / "model_index.json").is_file():
-        folders = [path / name for name in FOLDERS]
-        found = [inspect_folder(folder) for folder in folders if (folder / "config.json").exists()]
+        found = [inspect_folder(folder) for folder in folders]
         if not found:
             raise MissingFileError(
                 f"{path.name}: no component beside model_index.json; download the folder again, whole"
@@ -98,7 +99,10 @@ def inspect_path(path: Path, ema: bool) -> CheckpointInfo:
     originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
     # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
     if originals and not weight_files(path):
-        return inspect_file(originals[0], ema)
+        transformer = inspect_file(originals[0], ema)
+        # SANA-Video 2.0 comes alone. Users put the folders of its VAE and its text encoder beside checkpoints/.
+        components = [inspect_folder(folder) for folder in folders]
+        return bundle(path, transformer.layout, [transformer, *components]) if components else transformer
     if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         return inspect_folder(path)
     if path.is_dir():

@@ -1,24 +1,30 @@
 """SANA-Video 2.0: its file is recognised, and its forward and its sampling are those of NVIDIA's code (written down in
 tests/nvidia_video2.py), at small random shapes and at the released width."""
 
+import json
 import math
+import shutil
 import time
 
 import nvidia_video
 import nvidia_video2
 import pytest
 import torch
+import video_models
+from checkpoints import TINY
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sana_core
+from sana_core.__main__ import main
 from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.load import config_of, shift_of, text_reference
 from sana_core.errors import InputError
 from sana_core.model.known_models import VIDEOS, Defaults, model_defaults
+from sana_core.model.latents import noise_stream
 from sana_core.model.reference import NVIDIA
 from sana_core.video import forward as video
-from sana_core.video.generate import sample
+from sana_core.video.generate import encode, generate_video, sample
 
 BOUND, STEPS_BOUND = 1e-5, 5e-5
 HEADS, CAPTION = 4, 32
@@ -187,3 +193,69 @@ def test_gradients_are_refused(tmp_path):
         (got,) = case.model(case.x, case.embeds, TIMES["one time"], case.mask)
     case.model.register_to_config(reference="diffusers")  # whose timesteps are not whole
     assert torch.equal(got, sana_core.predict_velocity(case.model, case.x, TIMES["one time"], case.embeds, case.mask))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """NVIDIA's folder with the VAE and the text encoder beside checkpoints/, and the tensors of its file."""
+    folder = tmp_path_factory.mktemp("SANA-Video_2.0_5B_720p")
+    caption = json.loads((TINY / "text_encoder" / "config.json").read_text())["hidden_size"]
+    tensors = nvidia_video2.random_video2_file(48, 4, HEADS, caption=caption)
+    (folder / "checkpoints").mkdir()
+    torch.save({"state_dict": tensors}, folder / "checkpoints" / "SANA_Video_2.0_5B_720p.pth")
+    video_models.second_autoencoder().save_pretrained(folder / "vae")
+    # The released configuration has the types of the stages by another name, the finest first.
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    config["decoder_upsample_type"] = config.pop("upsample_type")[::-1]
+    (folder / "vae" / "config.json").write_text(json.dumps(config))
+    for part in ("text_encoder", "tokenizer"):
+        (folder / part).symlink_to(TINY / part, target_is_directory=True)
+    return folder, tensors
+
+
+@pytest.mark.parametrize("begins", ["text", "image"])
+def test_a_video_without_a_host_is_nvidias(folder, begins):
+    path, tensors = folder
+    first = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(5)) * 2 - 1
+    got = generate_video("A red circle.", path, 3, 9, (64, 64), first if begins == "image" else None, "chaos", steps=6)
+    vae = video_models.second_autoencoder()
+    mean, std = (part.view(1, -1, 1, 1, 1) for part in (vae.latents_mean, vae.latents_std))
+    noise = next(noise_stream(torch.empty(1, 128, 2, 2, 2), 3))
+    prompts = encode(sana_core.inspect_checkpoint(path), ["chaos", "A red circle."], "cpu", torch.float32, "auto")
+    if begins == "text":
+        latents = nvidia_video2.text_to_video(tensors, noise, prompts, 6, 8.0, HEADS)
+    else:
+        given = (vae.encode(first[None, :, None]).latent_dist.mode() - mean) / std
+        latents = nvidia_video.image_to_video(
+            tensors, noise, given, prompts, 6, 8.0, HEADS, 8, 12.0, nvidia_video2.forward
+        )
+    with torch.no_grad():
+        expected = vae.decode((latents * std + mean).float()).sample[0].clamp(-1, 1)
+    assert got.shape == (3, 9, 64, 64) and (got - expected).abs().max() < 1e-4
+
+
+def test_the_command_writes_a_clip_at_the_models_rate(folder, tmp_path):
+    av = pytest.importorskip("av")
+    words = ["generate", "A red circle.", "--checkpoint", str(folder[0]), "--frames", "9", "--steps", "1"]
+    assert main([*words, "--width", "64", "--height", "64", "--out", str(tmp_path / "clip.mp4")]) == 0
+    with av.open(str(tmp_path / "clip.mp4")) as clip:
+        stream = clip.streams.video[0]
+        assert (stream.frames, float(stream.average_rate)) == (9, 24.0)
+
+
+def test_the_preview_begins_with_no_image(folder, tmp_path):
+    path = tmp_path / "preview"
+    shutil.copytree(folder[0], path, symlinks=True)
+    (path / "checkpoints" / "SANA_Video_2.0_5B_720p.pth").rename(path / "checkpoints" / "SANA_Video_5B_4step.pth")
+    with pytest.raises(InputError, match="^first_image: got one for video-2.0-5B-4step, .* remove it, or use video-2"):
+        generate_video("A red circle.", path, first=torch.zeros(3, 736, 1280))
+    assert generate_video("A red circle.", path, 3, 9, (64, 64)).isfinite().all()
+
+
+def test_a_vae_of_ltx_2_is_refused(folder, tmp_path):
+    path = tmp_path / "other"
+    shutil.copytree(folder[0], path, symlinks=True)
+    shutil.rmtree(path / "vae")
+    video_models.autoencoder("720p").save_pretrained(path / "vae")
+    with pytest.raises(ValueError, match="got the VAE ltx-2, expected ltx-2.3; download the folder again"):
+        generate_video("A red circle.", path, 3, 9, (64, 64))
