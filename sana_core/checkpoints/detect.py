@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.known_models import (
-    DEFAULT_RESOLUTION,
-    DMD,
-    GEMMA_WIDTHS,
-    RESOLUTIONS,
-    VIDEOS,
-    controlnet_name,
-    variant_name,
-)
+from ..model.known_models import DEFAULT_RESOLUTION, GEMMA_WIDTHS, RESOLUTIONS, VIDEOS, controlnet_name, variant_name
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
@@ -394,7 +386,7 @@ def video_name(file: Path, headers: Headers, config: Json | None) -> str:
         raise CheckpointError(
             f"{shown(file)}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
         )
-    is_preview = PREVIEW in file.stem.lower() or (config or {}).get("sampler") == DMD
+    is_preview = PREVIEW in file.stem.lower() or "sampler" in (config or {})
     return models[-1 if is_preview else 0].name
 
 

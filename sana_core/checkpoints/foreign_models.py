@@ -23,10 +23,7 @@ RELATIVES = (
 )
 # LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
 # SANA-Video would generate noise. These are the class in its config.json, and parts of its files' names.
-LONGSANA = (
-    "LongSANA, whose layers read only earlier frames, 10 at a time from a cache that this pack does not have (its "
-    "video models are SANA-Video 2B and 2.0)"
-)
+LONGSANA = "LongSANA, whose layers read earlier frames from a cache that this pack does not have, unlike SANA-Video's"
 CAUSAL_CLASS, LONG_NAMES = "SanaVideoCausalTransformer3DModel", ("longlive", "longsana")
 # Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
 DAMAGED = (

@@ -183,56 +183,46 @@ def run_block(
 def self_attention(attention: Attention, states: torch.Tensor, constants: Constants) -> torch.Tensor:
     """Attention over all positions of `states` [B, T, S, D], with rotated queries and keys.
 
-    SANA-Video 2.0 multiplies the result by a gate and has two kinds: with `to_beta` it is linear, without it softmax.
+    SANA-Video 2.0 multiplies the result by a gate, and has softmax in the layers without `to_beta`.
     """
     turns = constants.turns[states.shape[-1] // attention.heads]  # type: ignore[index]
     gate = getattr(attention, "to_gate", None)
-    if gate is None:
+    if gate is None or hasattr(attention, "to_beta"):
         out = linear_attention(attention, states, turns, constants.eps)
-    elif hasattr(attention, "to_beta"):
-        out = gated_linear_attention(attention, states, turns)
     else:
         out = softmax_attention(attention, states, turns)
     return attention.to_out[0](out if gate is None else out * gate(states).sigmoid())
 
 
 def linear_attention(attention: Attention, states: torch.Tensor, turns: torch.Tensor, eps: float) -> torch.Tensor:
-    """SANA-Video's: rotated queries and keys above the line, plain ones below it, all behind a ReLU.
+    """Linear attention, summed in float32, a few frames at a time.
 
-    It is summed in float32, a few frames at a time.
+    SANA-Video has a ReLU, and divides rotated queries and keys by plain ones. SANA-Video 2.0 weighs the keys by
+    `to_beta`, and normalises each head in place of the division.
     """
     frames, heads = max(1, PART // states.shape[2]), attention.heads
     parts = [part.flatten(0, 1) for part in turns.split(frames)]
+    weights = attention.to_beta(states).sigmoid().split(frames, 1) if hasattr(attention, "to_beta") else None
     key, value = attention.norm_k(attention.to_k(states)), attention.to_v(states)
     sums: torch.Tensor | float = 0.0
     total: torch.Tensor | float = 0.0
-    for keys, values, turn in zip(key.split(frames, 1), value.split(frames, 1), parts, strict=True):
-        keys = F.relu(wide_heads(keys, heads))
-        total = total + keys.sum(2)[..., None]
-        sums = sums + rotate(keys, turn).transpose(2, 3) @ wide_heads(values, heads)
+    for i, (keys, values) in enumerate(zip(key.split(frames, 1), value.split(frames, 1), strict=True)):
+        keys = wide_heads(keys, heads)
+        if weights is None:
+            keys = F.relu(keys)
+            total = total + keys.sum(2)[..., None]
+        else:
+            keys = keys * wide_heads(weights[i], heads)
+        sums = sums + rotate(keys, parts[i]).transpose(2, 3) @ wide_heads(values, heads)
     del key, value, keys, values
     query = attention.norm_q(attention.to_q(states))
     for part, turn in zip(query.split(frames, 1), parts, strict=True):
-        queries = F.relu(wide_heads(part, heads))
-        out = rotate(queries, turn) @ sums / (queries @ total + eps)
-        part.copy_(out.transpose(1, 2).reshape(part.shape))
-    return query
-
-
-def gated_linear_attention(attention: Attention, states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """SANA-Video 2.0's: keys weighed by `to_beta`, and a norm of each head in place of the division."""
-    frames, heads = max(1, PART // states.shape[2]), attention.heads
-    parts = [part.flatten(0, 1) for part in turns.split(frames)]
-    key, value = attention.norm_k(attention.to_k(states)), attention.to_v(states)
-    weight = attention.to_beta(states).sigmoid()
-    sums: torch.Tensor | float = 0.0
-    for keys, values, weights, turn in zip(*(t.split(frames, 1) for t in (key, value, weight)), parts, strict=True):
-        keys = rotate(wide_heads(keys, heads) * wide_heads(weights, heads), turn)
-        sums = sums + keys.transpose(2, 3) @ wide_heads(values, heads)
-    del key, value, keys, values
-    query = attention.norm_q(attention.to_q(states))
-    for part, turn in zip(query.split(frames, 1), parts, strict=True):
-        out = attention.norm_out(rotate(wide_heads(part, heads), turn) @ sums)
+        queries = wide_heads(part, heads)
+        if weights is None:
+            queries = F.relu(queries)
+            out = rotate(queries, turn) @ sums / (queries @ total + eps)
+        else:
+            out = attention.norm_out(rotate(queries, turn) @ sums)
         part.copy_(out.transpose(1, 2).reshape(part.shape))
     return query
 

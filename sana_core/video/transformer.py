@@ -36,11 +36,8 @@ class SwiGLU(torch.nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            Linear(width, hidden),
-            Linear(width, hidden),
-            Linear(hidden, width),
-        )
+        self.gate_proj, self.up_proj = Linear(width, hidden), Linear(width, hidden)
+        self.down_proj = Linear(hidden, width)
 
 
 class DepthAttention(torch.nn.Module):
@@ -66,15 +63,12 @@ class SanaVideo2Transformer3DModel(ModelMixin, ConfigMixin):
         mlp_ratio: float = 4.0,
         patch_size: tuple[int, int, int] = (1, 1, 1),
         guidance_embeds: bool = False,
-        # Heads of the layers with softmax, and which layers these are: every fourth.
         softmax_heads: int = 10,
-        softmax_every: int = 4,
-        # Layers that add to the same state.
-        group_layers: int = 8,
+        softmax_every: int = 4,  # which layers have softmax
+        group_layers: int = 8,  # layers that add to the same state
     ) -> None:
         super().__init__()
-        heads, dim = num_attention_heads, attention_head_dim
-        width = heads * dim
+        heads, dim, width = num_attention_heads, attention_head_dim, num_attention_heads * attention_head_dim
         self.patch_embedding = torch.nn.Conv3d(in_channels, width, patch_size, patch_size)
         self.time_embed = AdaLayerNormSingle(width)
         self.caption_projection = PixArtAlphaTextProjection(caption_channels, width)

@@ -234,7 +234,7 @@ def test_longsana_is_refused_by_name(name, known_by, tmp_path):
     message = "not a SANA-Video transformer: found LongSANA, whose layers .*; get SANA-Video_2B_480p_diffusers from Eff"
     with pytest.raises(ValueError, match=message):
         sana_core.load_video_transformer(folder.parent)
-    with pytest.raises(ValueError, match="not a SANA transformer: found LongSANA, whose layers read only earlier"):
+    with pytest.raises(ValueError, match="not a SANA transformer: found LongSANA, whose layers read earlier frames"):
         find_transformer(info)
 
 

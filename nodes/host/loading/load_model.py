@@ -10,7 +10,6 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models_base
 import torch
-from diffusers import SanaVideoTransformer3DModel
 
 from ....sana_core.checkpoints import CheckpointInfo, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
@@ -20,7 +19,6 @@ from ....sana_core.checkpoints.load import shift_of
 from ....sana_core.checkpoints.parts import find_transformer
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
-from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..compat.internals import add_lora_names, remember_loader
 from ..file_stats import reloader
 from ..sampling.core_nodes import fit_core_nodes
@@ -156,10 +154,9 @@ def load_model(
 
 def model_of(transformer: torch.nn.Module, config: SanaConfig) -> SanaModel:
     """Wrap the library's `transformer` in the model class that ComfyUI's samplers call."""
-    classes = {SanaVideoTransformer3DModel: SanaVideoDiffusionModel}
-    classes[SanaVideo2Transformer3DModel] = SanaVideo2DiffusionModel
-    transformer.__class__ = classes.get(type(transformer), SanaDiffusionModel)
-    base = SanaModel if isinstance(transformer, SanaDiffusionModel) else SanaVideoModel
-    model = base(config, comfy.model_base.ModelType.FLOW)
+    videos = {cls.library: cls for cls in (SanaVideoDiffusionModel, SanaVideo2DiffusionModel)}
+    is_video = type(transformer) in videos
+    transformer.__class__ = videos[type(transformer)] if is_video else SanaDiffusionModel
+    model = (SanaVideoModel if is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
     model.diffusion_model = transformer
     return model
