@@ -51,8 +51,8 @@ def attention(tensors: Tensors, name: str, x: torch.Tensor, heads: int, size: tu
     is_linear = f"{name}.beta_proj.weight" in tensors
     heads = heads if is_linear else heads // 2
     query, key, value = project(tensors, f"{name}.qkv", x).chunk(3, -1)
-    query, key = (rms(tensors, f"{name}.{part}_norm", each, 1e-5) for part, each in (("q", query), ("k", key)))
-    query, key, value = (each.unflatten(-1, (heads, -1)) for each in (query, key, value))
+    query, key = (rms(tensors, f"{name}.{part}_norm", x, 1e-5) for part, x in (("q", query), ("k", key)))
+    query, key, value = (x.unflatten(-1, (heads, -1)) for x in (query, key, value))
     by = turns(query.shape[-1], size)
     query, key = turn(query, by), turn(key, by)
     if is_linear:
@@ -106,19 +106,19 @@ def forward(
         return F.layer_norm(states, (inner,), eps=1e-6) * (1 + scale) + shift
 
     depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    whole, parts = [hidden], []
+    groups, parts = [hidden], []
     for i in range(depth):
         name = f"blocks.{i}"
         modulation = (tensors[f"{name}.scale_shift_table"] + t0).unbind(2)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = map(spread, modulation)
-        states = weigh(tensors, "attn", [*whole, *([sum(parts)] if parts else [])])
-        own = gate_a * attention(tensors, f"{name}.attn", norm(states, shift_a, scale_a), heads, tuple(size))
-        parts.append(own + cross_attention(tensors, f"{name}.cross_attn", states + own, y, mask, heads))
-        states = weigh(tensors, "mlp", [*whole, sum(parts)])
+        states = weigh(tensors, "attn", [*groups, *([sum(parts)] if parts else [])])
+        update = gate_a * attention(tensors, f"{name}.attn", norm(states, shift_a, scale_a), heads, tuple(size))
+        parts.append(update + cross_attention(tensors, f"{name}.cross_attn", states + update, y, mask, heads))
+        states = weigh(tensors, "mlp", [*groups, sum(parts)])
         parts.append(gate_m * feed_forward(tensors, f"{name}.mlp", norm(states, shift_m, scale_m)))
         if (i + 1) % group == 0 or i + 1 == depth:
-            whole, parts = [*whole, sum(parts)], []
-    hidden = weigh(tensors, "final", whole)
+            groups, parts = [*groups, sum(parts)], []
+    hidden = weigh(tensors, "final", groups)
     t = t.view(batch, size[0], 1, inner)
     shift, scale = map(spread, (tensors["final_layer.scale_shift_table"] + t).unbind(2))
     return project(tensors, "final_layer.linear", norm(hidden, shift, scale)).transpose(1, 2).reshape(x.shape)
@@ -141,13 +141,13 @@ def text_to_video(
     The steps are in float64: in float32, which NVIDIA has, the noise of the first step loses four digits."""
     line = 1 - torch.linspace(1, 0.001, steps + 1)
     times = (shift * line / (1 + (shift - 1) * line)).flip(0)
-    whole = (1000 * times).floor()
+    timesteps = (1000 * times).floor()
     times = times.double()
     snr = torch.log(1 - times) - torch.log(times)
     x = before = noise.double()
     for i in range(steps):
         s, t = times[i], times[i + 1]
-        both = forward(tensors, x.float().repeat(2, 1, 1, 1, 1), whole[i].expand(2), *prompts, heads, group)
+        both = forward(tensors, x.float().repeat(2, 1, 1, 1, 1), timesteps[i].expand(2), *prompts, heads, group)
         # the guidance acts on the noise
         without, positive = ((1 - s) * both + x).chunk(2)
         data = (x - s * (without + guidance * (positive - without))) / (1 - s)

@@ -368,16 +368,16 @@ def classify(names: set[str]) -> tuple[str, str, dict[str, Origin]]:
 
 
 def video_name(file: Path, headers: Headers, config: Json | None) -> str:
-    """Return the name in VIDEOS of the model with that patch embedding and, if it is SANA-Video 2.0, depth attention.
+    """Return the name in VIDEOS of the video transformer with the tensors `headers`.
 
-    The preview in 4 steps has the same tensors as the model that it was distilled from, so its file's name tells them
-    apart, or the configuration of a saved MODEL. Raises CheckpointError for other models.
+    The preview in 4 steps has the tensors of the model that it was distilled from. It is recognised by its file's name,
+    or by the sampler in the configuration of a saved MODEL. Raises CheckpointError for other models.
     """
     _, channels, *patch = headers["patch_embedding.weight"].shape
-    known = [model for model in VIDEOS.values() if model.is_video2 == (VIDEO2 in headers)]
-    models = [model for model in known if model.channels == channels]
+    generation = [model for model in VIDEOS.values() if model.is_video2 == (VIDEO2 in headers)]
+    models = [model for model in generation if model.channels == channels]
     if not models:
-        expected = " or ".join(dict.fromkeys(str(model.channels) for model in known))
+        expected = " or ".join(dict.fromkeys(str(model.channels) for model in generation))
         raise CheckpointError(
             f"{shown(file)}: got a SANA-Video model of latents with {channels} channels, expected {expected}; use a "
             "released model"

@@ -120,7 +120,7 @@ VIDEO = TRANSFORMER | {
     # The library fills a table of this many rows and a head's channels.
     "attention_head_dim": whole(6, 1024),
     "rope_max_seq_len": whole(1, 4096),
-    # of SANA-Video 2.0
+    # These three are fields of SANA-Video 2.0.
     "softmax_heads": WIDTH,
     "softmax_every": BLOCKS,
     "group_layers": BLOCKS,

@@ -55,14 +55,14 @@ INTERMEDIATE_TIMESTEP = 1.3
 
 
 class Defaults(NamedTuple):
-    """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
+    """The authors' settings for sampling a model, except the shift. `sampler` is a name in SAMPLERS."""
 
     sampler: str
     steps: int
     guidance: float
 
 
-# of SANA's demo and of diffusers' pipelines
+# SANA's demo and diffusers' pipelines have this guidance.
 GUIDANCE = 4.5
 # the sampler of SANA-Sprint, which was distilled for it
 SPRINT = "scm"
@@ -79,7 +79,7 @@ class VideoModel(NamedTuple):
     """A SANA-Video model."""
 
     name: str
-    channels: int  # of its latents
+    channels: int  # in its latents
     downscale: int  # pixels of a latent cell's side
     stride: int  # frames per latent frame, but the first latent frame has one frame
     patch: int  # latent cells of a patch's side
@@ -303,8 +303,8 @@ def is_video(config: TransformerConfig) -> bool:
 def video_model(config: TransformerConfig) -> VideoModel:
     """Return the SANA-Video model with `config`. Only SANA-Video 2.0 has groups of layers, its preview a sampler."""
     is_video2, is_preview = hasattr(config, "group_layers"), getattr(config, "sampler", None) == DMD
-    found = {(model.channels, model.is_video2, model.defaults.sampler == DMD): model for model in VIDEOS.values()}
-    return found[config.in_channels, is_video2, is_preview]
+    models = {(model.channels, model.is_video2, model.defaults.sampler == DMD): model for model in VIDEOS.values()}
+    return models[config.in_channels, is_video2, is_preview]
 
 
 def perturbed_block(layers: int) -> int:

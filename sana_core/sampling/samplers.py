@@ -232,7 +232,7 @@ SAMPLERS = {
         guides_below_one=lambda reference: True,
         options=lambda reference, noise: {"noise": noise},
     ),
-    # SANA-Video 2.0's preview takes steps like those of scm, at the sigmas of DPM-Solver. Its class is NVIDIA's.
+    # SANA-Video 2.0's preview takes the steps of scm at the sigmas of DPM-Solver. NVIDIA's class has this name.
     DMD: Sampler(
         sample_scm,
         dpm_schedule,

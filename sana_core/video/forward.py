@@ -1,7 +1,7 @@
 """The forward of SANA-Video's transformers for sampling, with the prompt's part computed once as in forward.py.
 
 The module's layers choose the arithmetic. Self-attention is linear, gated linear or gated softmax. It rotates queries
-and keys by time, row and column. The feed-forward is that of the images, with a convolution over time behind it, or a
+and keys by time, row and column. The feed-forward is the images' one with a convolution over time, or a
 SwiGLU. Sublayers of SANA-Video 2.0 read a mean of earlier states (DepthStates). Each frame may have its own time,
 because some frames are given. Hidden states are [B, T, S, D]: T frames of S positions. Sources: NVlabs/Sana,
 diffusion/model/nets/{sana_multi_scale_video,sana_blocks,basic_modules,sana_video2,sana_video2_blocks}.py; diffusers,
@@ -107,7 +107,7 @@ def velocity(
 
 
 class DepthStates:
-    """The states of SANA-Video 2.0: the embedded patches, and the sum of what each finished group of layers computed.
+    """The states of SANA-Video 2.0: the embedded patches, and the sum of the updates of each finished group of layers.
 
     A sublayer reads their weighted mean, together with the unfinished sum of its own group. The weights are a softmax
     over the states. The score of a state is the product of a query with the state, divided by its root mean square.
@@ -231,11 +231,11 @@ def softmax_attention(attention: Attention, states: torch.Tensor, turns: torch.T
     """SANA-Video 2.0's in every fourth layer, in the dtype of the states, rotated in float32."""
     frames, heads = max(1, PART // states.shape[2]), attention.heads
     query, key = attention.norm_q(attention.to_q(states)), attention.norm_k(attention.to_k(states))
-    for whole in (query, key):
-        for part, turn in zip(whole.split(frames, 1), turns.split(frames), strict=True):
+    for rotated_states in (query, key):
+        for part, turn in zip(rotated_states.split(frames, 1), turns.split(frames), strict=True):
             rotated = rotate(wide_heads(part, heads), turn.flatten(0, 1))
             part.copy_(rotated.transpose(1, 2).reshape(part.shape))
-    query, key, value = (split_heads(whole.flatten(1, 2), heads) for whole in (query, key, attention.to_v(states)))
+    query, key, value = (split_heads(x.flatten(1, 2), heads) for x in (query, key, attention.to_v(states)))
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(states.shape)
 
 
@@ -250,8 +250,8 @@ def rotate(states: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 def feed_forward(block: GLUMBTempConv | SwiGLU, states: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """Feed-forward of `states` [B, T, S, D]: a SwiGLU, or that of the images on each frame and a convolution over time
-    of what it gives."""
+    """Return the feed-forward of `states` [B, T, S, D]: a SwiGLU, or the images' one on each frame, followed by a
+    convolution over time."""
     if not hasattr(block, "conv_temp"):
         return block.down_proj(F.silu(block.gate_proj(states), inplace=True).mul_(block.up_proj(states)))
     maps = image.feed_forward(block, states.flatten(0, 1), size[1:]).view_as(states)  # type: ignore[arg-type]

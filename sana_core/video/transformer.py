@@ -64,7 +64,7 @@ class SanaVideo2Transformer3DModel(ModelMixin, ConfigMixin):
         patch_size: tuple[int, int, int] = (1, 1, 1),
         guidance_embeds: bool = False,
         softmax_heads: int = 10,
-        softmax_every: int = 4,  # which layers have softmax
+        softmax_every: int = 4,  # every fourth layer has softmax
         group_layers: int = 8,  # layers that add to the same state
     ) -> None:
         super().__init__()

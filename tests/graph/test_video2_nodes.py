@@ -62,7 +62,10 @@ def build(tensors):
             "decode": ("VAEDecode", {"samples": ["sample", 0], "vae": ["vae", 0]}),
             "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
             "catch frames": ("Catch", {"value": ["decode", 0], "name": "frames"}),
-            **{f"catch {each}": ("Catch", {"value": [each, 0], "name": each}) for each in ("positive", "negative")},
+            **{
+                f"catch {node_id}": ("Catch", {"value": [node_id, 0], "name": node_id})
+                for node_id in ("positive", "negative")
+            },
         }
 
     return graph
@@ -108,10 +111,10 @@ def test_image_to_video_is_nvidias(host, build, tensors, image):
 
 
 def test_the_models_own_defaults_are_nvidias(host, build, image):
-    own = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
+    defaults = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
     for first, sampler in ((None, "flow_dpmpp_2m"), (image, "flow_euler")):
         expected = host.run(build(first, guidance=8.0, sampler=sampler, steps=50))["latent"]["samples"]
-        assert torch.equal(host.run(build(first, **own))["latent"]["samples"], expected)
+        assert torch.equal(host.run(build(first, **defaults))["latent"]["samples"], expected)
 
 
 def test_the_preview_takes_nvidias_four_steps(host, build, tensors):
@@ -178,8 +181,8 @@ def test_a_model_in_8_bits_makes_nearly_the_video(host, build, options):
 
 @pytest.mark.parametrize("preview", [False, True])
 def test_a_saved_model_loads_again(host, build, preview):
-    own = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
-    graph = build(None, preview, **own)
+    defaults = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
+    graph = build(None, preview, **defaults)
     expected = host.run(graph)["latent"]["samples"]
     host.run({"load": graph["load"], "save": ("ModelSave", {"model": ["load", 0], "filename_prefix": f"v2/{preview}"})})
     (file,) = host.output.glob(f"v2/{preview}*.safetensors")

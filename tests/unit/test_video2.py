@@ -1,4 +1,4 @@
-"""SANA-Video 2.0: its file is recognised, and its forward and its sampling are those of NVIDIA's code (written down in
+"""SANA-Video 2.0: its file is recognised, and its forward and its sampling equal NVIDIA's code (written down in
 tests/nvidia_video2.py), at small random shapes and at the released width."""
 
 import json
@@ -191,7 +191,7 @@ def test_gradients_are_refused(tmp_path):
         case.model(case.x, case.embeds, TIMES["one time"], case.mask)
     with torch.no_grad():
         (got,) = case.model(case.x, case.embeds, TIMES["one time"], case.mask)
-    case.model.register_to_config(reference="diffusers")  # whose timesteps are not whole
+    case.model.register_to_config(reference="diffusers")  # Its timesteps are fractions.
     assert torch.equal(got, sana_core.predict_velocity(case.model, case.x, TIMES["one time"], case.embeds, case.mask))
 
 
@@ -225,9 +225,9 @@ def test_a_video_without_a_host_is_nvidias(folder, begins):
     if begins == "text":
         latents = nvidia_video2.text_to_video(tensors, noise, prompts, 6, 8.0, HEADS)
     else:
-        given = (vae.encode(first[None, :, None]).latent_dist.mode() - mean) / std
+        latent = (vae.encode(first[None, :, None]).latent_dist.mode() - mean) / std
         latents = nvidia_video.image_to_video(
-            tensors, noise, given, prompts, 6, 8.0, HEADS, 8, 12.0, nvidia_video2.forward
+            tensors, noise, latent, prompts, 6, 8.0, HEADS, 8, 12.0, nvidia_video2.forward
         )
     with torch.no_grad():
         expected = vae.decode((latents * std + mean).float()).sample[0].clamp(-1, 1)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # of LTX-2's latents, and of its encoder's first layer
 CHANNELS = 128
-# of LTX-2's VAE: how diffusers calls the layers that halve or double a video, and how Lightricks does. Those of the
-# encoder end in "_res".
-HALVED = {"spatial": "compress_space", "temporal": "compress_time", "spatiotemporal": "compress_all"}
+# diffusers' and Lightricks' names of the layers of LTX-2's VAE that double a video. The layers that halve it have the
+# suffix "_res".
+RESIZED = {"spatial": "compress_space", "temporal": "compress_time", "spatiotemporal": "compress_all"}
 # The fourth stage of LTX-2.3's decoder, which diffusers' conversion does not rename.
 FOURTH_STAGE = (("up_blocks.7", "up_blocks.3.upsamplers.0"), ("up_blocks.8", "up_blocks.3"), ("res_blocks", "resnets"))
 
@@ -96,7 +96,7 @@ def ltx_config(own: dict) -> dict:
     halved = own.get("downsample_type", ["spatial", "temporal", "spatiotemporal", "spatiotemporal"])
     encoder: list[list] = [["res_x", {"num_layers": layers[0]}]]
     for kind, count, inner, width in zip(halved, layers[1:], [CHANNELS, *widths], widths, strict=False):
-        encoder += [[f"{HALVED[kind]}_res", {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
+        encoder += [[f"{RESIZED[kind]}_res", {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
     # From the finest to the coarsest stage. Only the types are listed from the coarsest one.
     doubled = own.get("upsample_type", ["spatiotemporal"] * 3)[::-1]
     factors, residual = own.get("upsample_factor", [2] * 3), own.get("upsample_residual", True)
@@ -104,7 +104,7 @@ def ltx_config(own: dict) -> dict:
     first, *counts = own.get("decoder_layers_per_block", [5, 5, 5, 5])
     decoder: list[list] = [["res_x", {"num_layers": first, "inject_noise": False}]]
     for kind, factor, count in zip(doubled, factors, counts, strict=True):
-        decoder += [[HALVED[kind], {"residual": is_residual, "multiplier": factor}]]
+        decoder += [[RESIZED[kind], {"residual": is_residual, "multiplier": factor}]]
         decoder += [["res_x", {"num_layers": count, "inject_noise": False}]]
     # Without this field the encoder pads with zeros and the decoder reflects.
     padding = own.get("decoder_spatial_padding_mode", "reflect")
