@@ -10,10 +10,13 @@ import pytest
 import torch
 import video_models
 from checkpoints import TINY
+from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
 from loading import through
+from test_memory_states import load_model, state_of
 
 from sana_core.model.latents import noise_stream
+from sana_core.video.transformer import SanaVideo2Transformer3DModel
 
 PROMPT, NEGATIVE = "A red circle rolls away. motion score: 20.", "a chaotic sequence"
 SIDE, FRAMES, HEADS, LAYERS = 64, 9, 4, 8
@@ -213,3 +216,20 @@ def test_a_video_is_the_same_in_every_state_of_memory(host, build, short_memory,
     expected = host.run(build(**OURS))["latent"]["samples"]
     short_memory(state, 1_000_000)
     assert torch.equal(host.run(build(**OURS))["latent"]["samples"], expected)
+
+
+@pytest.mark.parametrize("state", ["fits", "half fits", "--novram", "dynamic VRAM, half fits"])
+def test_the_released_sizes_run_on_a_card(host, monkeypatch, tmp_path, state):
+    """Its sizes without numbers, on a card that is not there, where devices that mix raise; a time for each frame."""
+    with torch.device("meta"):
+        whole = SanaVideo2Transformer3DModel(num_layers=4)
+    file = layouts.sparse(whole, tmp_path / "video.safetensors")
+    with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
+        patcher = load_model(patched, file)
+        prompts = pack("nodes.host.sampling.prompts")
+        prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
+        x, mask = torch.empty(2, 128, 3, 4, 6, device=CARD), torch.ones(2, 128, 3, 4, 6, device=CARD)
+        context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())
+        both, sigma = prompts.PromptBatch([prompt, prompt]), torch.empty(2, device=CARD)
+        out = patcher.model.apply_model(x, sigma, c_crossattn=context, prompt=both, denoise_mask=mask)
+        assert out.device == CARD and out.shape == x.shape
