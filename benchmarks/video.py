@@ -1,7 +1,7 @@
 """Launches and memory of a SANA-Video forward on an accelerator, compared with diffusers and with the plan.
 
 `python -m benchmarks.video` writes benchmarks/video.json. tests/fake_accelerator.py counts them on fake tensors for the
-released configurations, in bf16 with 81 frames. No GPU has run this.
+released configurations, in bf16. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators
 
 from benchmarks.machine import write
-from sana_core.model.known_models import MAX_TOKENS, VIDEO_FRAMES, VIDEO_LAYERS, VIDEOS
+from sana_core.model.known_models import MAX_TOKENS, VIDEOS, VideoModel
 from sana_core.video import forward as video
 from sana_core.video.latents import video_shape
 from sana_core.video.memory import plan_video
@@ -22,17 +22,22 @@ from sana_core.video.memory import plan_video
 SCALARS = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}
 
 
-def transformer(channels: int, layers: int = VIDEO_LAYERS) -> torch.nn.Module:
+def transformer(model: VideoModel, layers: int | None = None) -> torch.nn.Module:
     from diffusers import SanaVideoTransformer3DModel
 
-    patch = (1, VIDEOS[channels].patch, VIDEOS[channels].patch)
-    config = {"in_channels": channels, "out_channels": channels, "patch_size": patch}
+    from sana_core.video.transformer import SanaVideo2Transformer3DModel
+
+    layers = layers or model.layers
+    if model.is_video2:
+        return SanaVideo2Transformer3DModel(num_layers=layers).eval()
+    patch = (1, model.patch, model.patch)
+    config = {"in_channels": model.channels, "out_channels": model.channels, "patch_size": patch}
     return SanaVideoTransformer3DModel(num_layers=layers, mlp_ratio=3.0, **config).eval()
 
 
 @torch.no_grad()
 def count(
-    channels: int, prompts: int, first_frame: bool = False, layers: int = VIDEO_LAYERS, library: bool = False
+    name: str, prompts: int, first_frame: bool = False, layers: int | None = None, library: bool = False
 ) -> dict[str, Any]:
     """Return the launches of one forward of `prompts` prompts, and its bytes without weights and prepared prompts.
 
@@ -44,10 +49,11 @@ def count(
     def positional(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
         return attend(query, key, value, attn_mask=attn_mask)
 
-    shape = video_shape(*VIDEOS[channels].size, VIDEO_FRAMES, channels)
+    video_model = VIDEOS[name]
+    shape = video_shape(*video_model.size, video_model.frames, video_model)
     with fake_accelerators(), default_dtype(torch.bfloat16):
         with FIRST:
-            model = transformer(channels, layers)
+            model = transformer(video_model, layers)
             embeds, mask = torch.empty(prompts, MAX_TOKENS, 2304), torch.ones(prompts, MAX_TOKENS)
             x, timestep = torch.empty(prompts, *shape), torch.empty((prompts, shape[1]) if first_frame else (prompts,))
         if library:
@@ -64,19 +70,20 @@ def count(
 
 def main() -> None:
     forwards: dict[str, Any] = {}
-    for channels, model in VIDEOS.items():
+    for name, model in VIDEOS.items():
         plan = plan_video(model.name, *model.size)
-        # Keys and values of a prompt in all layers, 2240 channels in bf16.
-        prepared = 2 * VIDEO_LAYERS * MAX_TOKENS * 2240 * 2
+        # Keys and values of a prompt in all layers, in bf16.
+        prepared = 2 * model.layers * MAX_TOKENS * model.width * 2
         for prompts in (1, 2):
             planned = prompts * (plan["transformer"]["activations"] // 2 - prepared)
-            forwards[f"{model.name}, {prompts} prompts"] = {
-                **count(channels, prompts),
+            forwards[f"{name}, {prompts} prompts"] = {
+                "frames": model.frames,
+                **count(name, prompts),
                 "planned_bytes": planned,
-                "first_frame_given": count(channels, prompts, True),
-                "diffusers": count(channels, prompts, library=True),
+                "first_frame_given": count(name, prompts, True),
+                **({} if model.is_video2 else {"diffusers": count(name, prompts, library=True)}),
             }
-    write(__file__, {"dtype": "bfloat16", "frames": VIDEO_FRAMES, "forwards": forwards})
+    write(__file__, {"dtype": "bfloat16", "forwards": forwards})
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ class SanaNodesSamplerSelect(io.ComfyNode):
             search_aliases=["flow dpm solver", "ksampler select sana", "scm"],
             inputs=[
                 io.Combo.Input(
-                    "sampler", options=NAMES, tooltip="flow_dpmpp_2m is SANA's own; scm is only for SANA-Sprint."
+                    "sampler",
+                    options=NAMES,
+                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint, flow_dmd for SANA-Video 2.0's "
+                    "preview.",
                 )
             ],
             outputs=[io.Sampler.Output()],

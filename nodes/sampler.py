@@ -30,7 +30,7 @@ def guidance_input(tooltip: str) -> io.Float.Input:
 
 
 def sampler_input() -> io.Combo.Input:
-    tooltip = "flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint."
+    tooltip = "flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint, flow_dmd for SANA-Video 2.0's preview."
     return io.Combo.Input("sampler", options=list(SAMPLERS), tooltip=tooltip)
 
 

@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_FRAMES
+from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_480
 from ..sana_core.model.latents import LARGEST, LARGEST_BATCH
 
 
@@ -12,15 +12,15 @@ class SanaNodesVideoLatent(io.ComfyNode):
     """
     Sets the size and the length of a SANA-Video video, and the image it begins with, if any.
 
-    At width and height 0 the video gets the size of the model: 832 x 480 for 480p, 1280 x 704 for 720p. A line under
-    the node says if the model was not trained for other numbers. Both models were trained at 81 frames, which are 5
-    seconds at 16 frames a second.
+    At width and height 0 the video gets the size of the model: 832 x 480 for 480p, 1280 x 704 for 720p, 1280 x 736 for
+    2.0. A line under the node says if the model was not trained for other numbers. 81 frames are 5 seconds at 16 frames
+    a second. For SANA-Video 2.0 set 193 frames, which are 8 seconds at 24, and for its 4-step preview 81.
     """
 
     @classmethod
     def define_schema(cls):
         side = {"default": 0, "min": 0, "max": LARGEST, "step": 16}
-        tooltip = "Pixels, a multiple of 16; of 32 for 720p. 0: the size that the model was trained for."
+        tooltip = "Pixels, a multiple of 16; of 32 for 720p and 2.0. 0: the size that the model was trained for."
         return io.Schema(
             node_id="SanaNodesVideoLatent",
             display_name="SANA Video Latent",
@@ -33,11 +33,11 @@ class SanaNodesVideoLatent(io.ComfyNode):
                 io.Int.Input("height", **side, tooltip=tooltip),
                 io.Int.Input(
                     "frames",
-                    default=VIDEO_FRAMES,
+                    default=VIDEO_480.frames,
                     min=1,
                     max=LARGEST_FRAMES,
                     step=4,
-                    tooltip="A multiple of 4 and one more; of 8 and one more for 720p.",
+                    tooltip="A multiple of 4 and one more; of 8 and one more for 720p and 2.0.",
                 ),
                 io.Int.Input(
                     "batch_size",

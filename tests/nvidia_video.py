@@ -7,6 +7,8 @@ shares with the image models is in nvidia.py. Rotations are in float64, all else
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -124,10 +126,11 @@ def image_to_video(
     heads: int,
     patch: int,
     shift: float = 8.0,
+    model: Callable[..., torch.Tensor] = forward,
 ) -> torch.Tensor:
     """The latents [1, C, T, H, W] of LTXFlowEuler.sample (diffusion/scheduler/flow_euler_sampler.py) without the noise
     on the first frame, which `first` [1, C, 1, H, W] is; `prompts` are embeddings and mask of the negative and the
-    positive prompt."""
+    positive prompt, `model` is called as `forward` is."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
     condition = torch.zeros_like(noise)
@@ -136,7 +139,7 @@ def image_to_video(
     for t in scheduler.timesteps:
         timestep = torch.min(t.expand(condition.shape), (1 - condition) * 1000.0)
         times = timestep[:, 0, :, 0, 0].repeat(2, 1)
-        both = forward(tensors, latents.repeat(2, 1, 1, 1, 1), times, *prompts, heads, patch)
+        both = model(tensors, latents.repeat(2, 1, 1, 1, 1), times, *prompts, heads, patch)
         negative, positive = both.chunk(2)
         velocity = negative + guidance * (positive - negative)
         change, tokens = (x.flatten(2).transpose(1, 2) for x in (-velocity, latents))

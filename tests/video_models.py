@@ -57,6 +57,21 @@ def autoencoder(name: str):
     return model
 
 
+def second_autoencoder() -> AutoencoderKLLTX2Video:
+    """A random VAE like LTX-2.3's, with few channels."""
+    torch.manual_seed(1)
+    types = ("spatiotemporal", "spatiotemporal", "temporal", "spatial")
+    side = {"block_out_channels": (128, 128, 128, 128), "layers_per_block": (1, 2, 1, 1, 1)}
+    decoder = {"decoder_block_out_channels": (16, 32, 32, 64), "decoder_layers_per_block": (1, 2, 1, 1, 1)}
+    stages = {"decoder_spatio_temporal_scaling": (True,) * 4, "decoder_inject_noise": (False,) * 5}
+    ups = {"upsample_type": types, "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2)}
+    padding = {"decoder_spatial_padding_mode": "zeros"}
+    model = randomise(AutoencoderKLLTX2Video(**side, **decoder, **stages, **ups, **padding, **RATIOS))
+    model.latents_mean.normal_()
+    model.latents_std.uniform_(0.5, 2)
+    return model
+
+
 def randomise(model: torch.nn.Module) -> torch.nn.Module:
     for key, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.1)

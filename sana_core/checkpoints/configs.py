@@ -24,6 +24,10 @@ from ..model.latents import DOWNSCALE
 from ..runtime.text import Json, brief
 from .headers import Headers
 
+# Only SANA-Video 2.0 has this tensor. Its feed-forwards are not convolutions.
+VIDEO2 = "attn_res.final_proj.weight"
+# This is in the name of the file with SANA-Video 2.0's preview.
+PREVIEW = "4step"
 # The width that DC-AE-Lite's configuration has for the finest stage of the decoder. That stage has no blocks.
 EMPTY_WIDTH = 128
 # The convolution at the beginning of each stage of the decoder except the coarsest.
@@ -49,10 +53,12 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def hidden_width(headers: Headers) -> int:
-    """Return the channels between the convolutions of a feed-forward, which are half of conv_depth's.
+    """Return the channels between the layers of a feed-forward. conv_depth has the double number.
 
     Formats of 4 bits pack two input channels of conv_point into a byte, but leave the 3x3 convolution as it is.
     """
+    if VIDEO2 in headers:
+        return headers["transformer_blocks.0.ff.gate_proj.weight"].shape[0]
     return headers["transformer_blocks.0.ff.conv_depth.weight"].shape[0] // 2
 
 
@@ -129,24 +135,51 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
     return ""
 
 
-def video_name(name: str, headers: Headers) -> str:
-    """Return the name in VIDEOS of a SANA-Video transformer. Errors name the file `name`."""
+def video_name(name: str, headers: Headers, config: Json | None) -> str:
+    """Return the name in VIDEOS of a SANA-Video transformer. Errors name the file `name`.
+
+    The 4-step preview has the tensors of the model that it was distilled from. It is recognised by its file's name, or
+    by the sampler in the configuration of a saved MODEL.
+    """
     _, channels, *patch = headers["patch_embedding.weight"].shape
-    if channels not in VIDEOS:
+    generation = [model for model in VIDEOS.values() if model.is_video2 == (VIDEO2 in headers)]
+    models = [model for model in generation if model.channels == channels]
+    if not models:
+        expected = " or ".join(dict.fromkeys(str(model.channels) for model in generation))
         raise CheckpointError(
-            f"{name}: got a SANA-Video model of latents with {channels} channels, expected "
-            f"{' or '.join(map(str, VIDEOS))}; use a released model"
+            f"{name}: got a SANA-Video model of latents with {channels} channels, expected {expected}; use a released "
+            "model"
         )
-    if patch != [1, VIDEOS[channels].patch, VIDEOS[channels].patch]:
+    if patch != [1, models[0].patch, models[0].patch]:
         raise CheckpointError(
             f"{name}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
         )
-    return VIDEOS[channels].name
+    is_preview = PREVIEW in name.rpartition("/")[2].lower() or "sampler" in (config or {})
+    return models[-1 if is_preview else 0].name
 
 
 def video_config(name: str, headers: Headers) -> Json:
-    """Return SanaVideoTransformer3DModel's configuration. Heads have 112 channels. Errors name the file `name`."""
+    """Return the configuration of a SANA-Video transformer's class. Errors name the file `name`.
+
+    Heads of SANA-Video have 112 channels. In SANA-Video 2.0, `to_beta` has a row for each head of the linear layers,
+    and the layers with softmax have half of these heads.
+    """
     width, channels, *patch = headers["patch_embedding.weight"].shape
+    if VIDEO2 in headers:
+        heads = headers["transformer_blocks.0.attn1.to_beta.weight"].shape[0]
+        layers = range(count(headers, r"transformer_blocks\.(\d+)\."))
+        softmax = [i for i in layers if f"transformer_blocks.{i}.attn1.to_beta.weight" not in headers]
+        return {
+            "in_channels": channels,
+            "out_channels": channels,
+            "num_attention_heads": heads,
+            "attention_head_dim": width // heads,
+            "num_layers": len(layers),
+            "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
+            "mlp_ratio": hidden_width(headers) / width,
+            "softmax_heads": heads // 2,
+            "softmax_every": (softmax or [len(layers)])[0] + 1,
+        }
     if width % VIDEO_HEAD_DIM:
         raise unknown_width(name, width, f"a multiple of {VIDEO_HEAD_DIM}")
     heads = width // VIDEO_HEAD_DIM
@@ -229,6 +262,15 @@ def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, in
         count(names, rf"{re.escape(stage)}(\d+)\.") - (not last),
         scales,
     )
+
+
+def video_autoencoder_name(headers: Headers) -> str:
+    """Return the variant of a VAE of SANA-Video. Only LTX-2.3's decoder has a fourth stage."""
+    if "decoder.conv_in.conv.weight" not in headers:
+        return "wan-2.1"
+    # diffusers' names of the stage, then Lightricks', which count the layers between the stages too.
+    fourth = ("decoder.up_blocks.3.resnets.", "decoder.up_blocks.8.")
+    return "ltx-2.3" if any(name.startswith(fourth) for name in headers) else "ltx-2"
 
 
 def gemma_width(headers: Headers) -> int:

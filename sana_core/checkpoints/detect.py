@@ -18,10 +18,10 @@ from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
 from .checkpoint import SCALES, Checkpoint, Source
-from .configs import contradiction, resolution_config
+from .configs import VIDEO2, contradiction, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
-from .keys import BASE_BLOCK, HOLDERS, WRAPPERS, Origin, autoencoder_origins, transformer_origins
+from .keys import BASE_BLOCK, HOLDERS, VIDEO_TENSORS, WRAPPERS, Origin, autoencoder_origins, transformer_origins
 from .kinds import CHECKPOINT_KINDS, COMPONENT_FOLDERS, TRANSFORMER_KINDS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
@@ -61,7 +61,6 @@ UNUSED_TEXT = ("lm_head.", "logit_scale")
 # diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
 # src/Linear.cpp) and bitsandbytes.
 RELATIVES = (
-    (r"attn_res\.final_proj\.weight", "SANA-Video 2.0, which makes videos"),
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
     (r"\.attn\.A_log", "SANA-Streaming, which edits videos"),
     (r"meta_queries", "VIBE, which edits images by instructions that Qwen3-VL reads"),
@@ -70,6 +69,10 @@ RELATIVES = (
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
     (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
 )
+# LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
+# SANA-Video would generate noise. These are the class in its config.json, and parts of its files' names.
+LONGSANA = "LongSANA, whose layers read earlier frames from a cache that this pack does not have, unlike SANA-Video's"
+CAUSAL_CLASS, LONG_NAMES = "SanaVideoCausalTransformer3DModel", ("longlive", "longsana")
 # Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
 DAMAGED = (
     (
@@ -98,8 +101,9 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
 
     `ema`: use the moving average in a .pth of a training. If `path` is a Checkpoint, it is returned unchanged. A
     folder may be a pipeline of diffusers, one component of diffusers or transformers, or NVIDIA's folder with
-    checkpoints/ in it. A file that is not SANA's has kind "other" and a variant that names it. Raises MissingFileError
-    if the path does not exist, ReadError if it cannot be read, CheckpointError if the file is broken or has no weights.
+    checkpoints/ in it, perhaps with components of diffusers beside that. A file that is not SANA's has kind "other" and
+    a variant that names it. Raises MissingFileError if the path does not exist, ReadError if it cannot be read,
+    CheckpointError if the file is broken or has no weights.
     """
     if isinstance(path, Checkpoint):
         return path
@@ -107,9 +111,9 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
     with readable(path):
         if path.exists() and not path.is_dir():
             return inspect_file(path, ema)
+        folders = [path / name for name in COMPONENT_FOLDERS if (path / name / "config.json").exists()]
         if (path / "model_index.json").is_file():
-            folders = [path / name for name in COMPONENT_FOLDERS]
-            parts = [inspect_file(weights_file(folder)) for folder in folders if (folder / "config.json").exists()]
+            parts = [inspect_file(weights_file(folder)) for folder in folders]
             if not parts:
                 raise MissingFileError(
                     f"{path.name}: no component beside model_index.json; download the folder again, whole"
@@ -118,7 +122,10 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
         originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
         # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
         if originals and not any(file.suffix.lower() in SAFETENSORS for file in path.glob("*")):
-            return inspect_file(originals[0], ema)
+            transformer = inspect_file(originals[0], ema)
+            # SANA-Video 2.0 comes alone. Users put the folders of its VAE and its text encoder beside checkpoints/.
+            components = [inspect_file(weights_file(folder)) for folder in folders]
+            return join_parts(path, transformer.layout, [transformer, *components]) if components else transformer
         if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
             return inspect_file(weights_file(path))
         if path.is_dir():
@@ -218,6 +225,9 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         inner = classify(inner_names.keys() - {SAVED_CONFIG})
         if len(inner_names) == len(names) and inner[0] not in ("other", "lora"):
             names, (kind, layout, origins) = inner_names, inner
+    is_long = kind == "video_transformer" and is_longsana(file, config)
+    if is_long:
+        kind = "other"
     headers = {}
     for target, origin in origins.items():
         name = names[origin.name]
@@ -250,13 +260,17 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
-    variant = foreign_model(stored) if kind == "other" else CHECKPOINT_KINDS[kind].variant(shown(file), headers)
+    if kind == "other":
+        variant = LONGSANA if is_long else foreign_model(stored)
+    else:
+        variant = CHECKPOINT_KINDS[kind].variant(shown(file), headers, config)
     reference = ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
         reference = config["reference"]
     elif kind in (*TRANSFORMER_KINDS, "controlnet"):
-        reference = NVIDIA if layout == "original" else DIFFUSERS
+        # diffusers has no code of SANA-Video 2.0 that a file with its names could follow.
+        reference = NVIDIA if layout == "original" or VIDEO2 in headers else DIFFUSERS
     resolution, source = None, ""
     if kind in ("transformer", "controlnet"):
         positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
@@ -294,6 +308,11 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         reference=reference,
         notes=tuple(notes),
     )
+
+
+def is_longsana(file: Path, config: Json | None) -> bool:
+    """Whether a transformer with the tensors of SANA-Video is LongSANA's, by its configuration or its file's name."""
+    return (config or {}).get("_class_name") == CAUSAL_CLASS or any(name in file.stem.lower() for name in LONG_NAMES)
 
 
 def is_config_of(config: object, kind: str) -> bool:
@@ -338,9 +357,9 @@ def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "controlnet", "diffusers", same
     if "controlnet.0.before_proj.weight" in names:
         return "controlnet", "original", transformer_origins(names)
-    if {"patch_embedding.weight", "transformer_blocks.0.ff.conv_temp.weight"} <= names:
+    if "patch_embedding.weight" in names and names & {"transformer_blocks.0.ff.conv_temp.weight", VIDEO2}:
         return "video_transformer", "diffusers", same
-    if {"x_embedder.proj.weight", "blocks.0.mlp.t_conv.weight"} <= names:
+    if "x_embedder.proj.weight" in names and names & VIDEO_TENSORS:
         return "video_transformer", "original", transformer_origins(names)
     if {"caption_projection.linear_1.weight", "transformer_blocks.0.ff.conv_point.weight"} <= names:
         return "transformer", "diffusers", same

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..model.known_models import DC_AE_SCALE, DEFAULT_RESOLUTION, DEFAULTS, SPRINT, released_shift
+from ..model.known_models import DC_AE_SCALE, DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, released_shift
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
@@ -94,6 +94,11 @@ def scheduler_of(part: Checkpoint) -> Scheduler:
     if sampler == "flow_dpmpp_1":
         unknown = [setting for setting in unknown if not setting.startswith("solver_type ")]
     return Scheduler(sampler, tuple(unknown))
+
+
+def default_sampler(part: Checkpoint) -> str:
+    """Return the sampler of the transformer `part`: of its scheduler, or of its authors for SANA-Video."""
+    return VIDEOS[part.variant].defaults.sampler if part.is_video else scheduler_of(part).sampler
 
 
 def shift_of(checkpoint: Checkpoint, resolution: int | None = None, reference: str = AUTO) -> float:

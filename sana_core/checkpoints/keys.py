@@ -20,8 +20,9 @@ TRANSFORMER_NAMES = {
     "final_layer.linear": "proj_out",
     "final_layer": "",  # its scale_shift_table
 }
-# SANA-Video embeds patches of several frames.
+# SANA-Video embeds patches of several frames. Its files have one of VIDEO_TENSORS.
 VIDEO_NAMES = {"x_embedder.proj": "patch_embedding"}
+VIDEO_TENSORS = {"blocks.0.mlp.t_conv.weight", "attn_res.final_proj.weight"}
 # Sprint embeds the guidance in addition to the time.
 SPRINT_NAMES = {
     "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
@@ -44,7 +45,14 @@ BLOCK_NAMES = {
     "mlp.depth_conv.conv": ("ff.conv_depth",),
     "mlp.point_conv.conv": ("ff.conv_point",),
     "mlp.t_conv": ("ff.conv_temp",),  # of SANA-Video
+    # of SANA-Video 2.0
+    "attn.output_gate": ("attn1.to_gate",),
+    "attn.beta_proj": ("attn1.to_beta",),
+    "attn.o_norm": ("attn1.norm_out",),
+    **{f"mlp.{name}_proj": (f"ff.{name}_proj",) for name in ("gate", "up", "down")},
 }
+CONTROL_PROJECTION = re.compile(r"controlnet\.(\d+)\.(before|after)_proj")
+NUMBERED_BLOCK = re.compile(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)")
 # In NVIDIA's ControlNet: its copy of the base model's first block.
 BASE_BLOCK = "base_block"
 # Tensors that the transformer never reads: the null prompt, the buffer of positions, the variance head of the training.
@@ -95,7 +103,7 @@ def transformer_origins(names: Set[str]) -> dict[str, Origin]:
         if any(name.startswith("cfg_embedder.") for name in names)
         else TRANSFORMER_NAMES
     )
-    if "blocks.0.mlp.t_conv.weight" in names:
+    if VIDEO_TENSORS & names:
         modules = {**modules, **VIDEO_NAMES}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
@@ -113,11 +121,10 @@ def transformer_origins(names: Set[str]) -> dict[str, Origin]:
 
 def block_modules(module: str) -> tuple[str, ...]:
     """Return diffusers' names of a module inside a numbered block, or () for other modules."""
-    projection = re.fullmatch(r"controlnet\.(\d+)\.(before|after)_proj", module)
-    if projection:
+    if projection := CONTROL_PROJECTION.fullmatch(module):
         number, side = projection.groups()
         return ("input_block",) if side == "before" else (f"controlnet_blocks.{number}",)
-    block = re.fullmatch(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)", module)
+    block = NUMBERED_BLOCK.fullmatch(module)
     if not block or block[3] not in BLOCK_NAMES:
         return ()
     return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK_NAMES[block[3]])

@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 from ..model.known_models import GEMMA_WIDTHS, controlnet_name, variant_name
 from ..runtime.text import Json, brief
 from .configs import (
+    VIDEO2,
     architecture,
     autoencoder_config,
     controlnet_config,
@@ -18,6 +19,7 @@ from .configs import (
     gemma_width,
     is_lite,
     transformer_config,
+    video_autoencoder_name,
     video_config,
     video_name,
 )
@@ -58,9 +60,9 @@ class CheckpointKind(NamedTuple):
     drops_unknown: bool = False
     # The tensors that determine its architecture, with their number of dimensions.
     tensors: Mapping[str, int] = EMPTY
-    # The name of the model, from the file's name in errors and the headers.
-    variant: Callable[[str, Headers], str] = lambda name, headers: ""
-    # The arguments of the library's class, from the same. Without arguments the library has its defaults.
+    # The name of the model, from the file's name in errors, the headers and the file's configuration.
+    variant: Callable[[str, Headers, Json | None], str] = lambda name, headers, config: ""
+    # The arguments of the library's class, from the first two of these. Without arguments the library has its defaults.
     config: Callable[[str, Headers], Json] = lambda name, headers: {}
     # Whether it belongs to SANA-Video.
     is_video: bool = False
@@ -71,6 +73,12 @@ TRANSFORMER_TENSORS = {
     "transformer_blocks.0.ff.conv_depth.weight": 4,
     "transformer_blocks.0.ff.conv_point.weight": 4,
 }
+VIDEO2_TENSORS = {
+    "patch_embedding.weight": 5,
+    "caption_projection.linear_1.weight": 2,
+    "transformer_blocks.0.attn1.to_beta.weight": 2,
+    "transformer_blocks.0.ff.gate_proj.weight": 2,
+}
 CHECKPOINT_KINDS = {
     "transformer": CheckpointKind(
         title="SANA transformer",
@@ -80,7 +88,7 @@ CHECKPOINT_KINDS = {
         classes=("SanaTransformer2DModel",),
         fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
-        variant=lambda name, headers: variant_name(architecture(headers)),
+        variant=lambda name, headers, config: variant_name(architecture(headers)),
         config=transformer_config,
     ),
     "video_transformer": CheckpointKind(
@@ -88,7 +96,7 @@ CHECKPOINT_KINDS = {
         wanted="a SANA-Video transformer",
         remedy="get SANA-Video_2B_480p_diffusers from Efficient-Large-Model on Hugging Face",
         folder="transformer",
-        classes=("SanaVideoTransformer3DModel",),
+        classes=("SanaVideoTransformer3DModel", "SanaVideo2Transformer3DModel"),
         fields=VIDEO_FIELDS,
         tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
         variant=video_name,
@@ -102,7 +110,7 @@ CHECKPOINT_KINDS = {
         classes=("SanaControlNetModel",),
         fields=TRANSFORMER_FIELDS,
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
-        variant=lambda name, headers: controlnet_name(architecture(headers)),
+        variant=lambda name, headers, config: controlnet_name(architecture(headers)),
         config=controlnet_config,
     ),
     "autoencoder": CheckpointKind(
@@ -113,7 +121,7 @@ CHECKPOINT_KINDS = {
         classes=("AutoencoderDC",),
         fields=AUTOENCODER_FIELDS,
         tensors={"decoder.conv_in.weight": 4},
-        variant=lambda name, headers: (
+        variant=lambda name, headers, config: (
             f"dc-ae-{'lite-' * is_lite(headers)}f32c{headers['decoder.conv_in.weight'].shape[1]}"
         ),
         config=lambda name, headers: autoencoder_config(headers),
@@ -126,7 +134,7 @@ CHECKPOINT_KINDS = {
         classes=("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
         fields=VIDEO_AUTOENCODER_FIELDS,
         drops_unknown=True,
-        variant=lambda name, headers: "ltx-2" if "decoder.conv_in.conv.weight" in headers else "wan-2.1",
+        variant=lambda name, headers, config: video_autoencoder_name(headers),
         is_video=True,
     ),
     "text_encoder": CheckpointKind(
@@ -144,7 +152,9 @@ CHECKPOINT_KINDS = {
             "layers.0.self_attn.q_proj.weight": 2,
             "layers.0.self_attn.k_proj.weight": 2,
         },
-        variant=lambda name, headers: GEMMA_WIDTHS.get(gemma_width(headers), f"gemma-2-custom-{gemma_width(headers)}"),
+        variant=lambda name, headers, config: GEMMA_WIDTHS.get(
+            gemma_width(headers), f"gemma-2-custom-{gemma_width(headers)}"
+        ),
         config=lambda name, headers: gemma_config(headers),
     ),
     "lora": CheckpointKind(title="LoRA", wanted="a LoRA", remedy="choose a LoRA trained on SANA"),
@@ -159,6 +169,9 @@ def check_config(name: str, kind: str, config: Json) -> Json:
     """Return the fields of `config` that the library's class for `kind` may receive. Errors name the file `name`."""
     refuse_code(name, config)
     row = CHECKPOINT_KINDS[kind]
+    if kind == "video_autoencoder" and type(finest_first := config.get("decoder_upsample_type")) is list:
+        # The folder of SANA-Video 2.0's VAE has this field from before diffusers named and ordered it.
+        config = {"upsample_type": finest_first[::-1], **config}
     for field, check in row.fields.items():
         if field in config and not check(config[field]):
             raise CheckpointError(
@@ -170,7 +183,7 @@ def check_config(name: str, kind: str, config: Json) -> Json:
 
 def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Check the tensors that determine the architecture, and the number of blocks."""
-    for tensor, dimensions in CHECKPOINT_KINDS[kind].tensors.items():
+    for tensor, dimensions in (VIDEO2_TENSORS if VIDEO2 in headers else CHECKPOINT_KINDS[kind].tensors).items():
         if tensor not in headers:
             raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
         shape = headers[tensor].shape

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, VIDEO_LAYERS, TransformerConfig
+from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, VIDEOS, TransformerConfig
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
 from ..runtime.text import Json, brief
 from .checkpoint import SCALES, Checkpoint, Source, find_part
-from .configs import count, resolution_config
+from .configs import VIDEO2, count, resolution_config
 from .detect import TOKENIZERS, follow, inspect_checkpoint
 from .files import INCOMPLETE
-from .generation import scheduler_of, text_reference
+from .generation import default_sampler, text_reference
 from .headers import Reader, read_file, read_tensors
-from .kinds import CHECKPOINT_KINDS
+from .kinds import CHECKPOINT_KINDS, TRANSFORMER_KINDS
 from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
         config["_class_name"] = cls.__name__
         if part.is_video:
             if part.kind == "video_transformer":
-                config["patch_size"] = tuple(config["patch_size"])
-                layers = config.get("num_layers", VIDEO_LAYERS)
+                config["patch_size"] = tuple(config.get("patch_size", (1, 1, 1)))
+                layers = config.get("num_layers", VIDEOS[part.variant].layers)
                 blocks = count(part.headers, r"transformer_blocks\.(\d+)\.")
                 if not layers == blocks <= MOST_VIDEO_LAYERS:
                     raise CheckpointError(
@@ -91,7 +91,7 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
                 module.base_block = copy.deepcopy(module.transformer_blocks[0])
         if part.kind != "autoencoder":
             set_reference(module, part.reference)
-        if part.kind == "transformer" and (sampler := scheduler_of(part).sampler) != DEFAULTS.sampler:
+        if part.kind in TRANSFORMER_KINDS and (sampler := default_sampler(part)) != DEFAULTS.sampler:
             module.register_to_config(sampler=sampler)
         return module
     except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -124,13 +124,19 @@ def library_class(part: Checkpoint) -> Any:
         ) from error
     if part.kind == "text_encoder":
         return Gemma2Model
-    name = "AutoencoderKLLTX2Video" if part.variant == "ltx-2" else CHECKPOINT_KINDS[part.kind].classes[0]
+    is_ltx = part.variant.startswith("ltx-2")
+    # SANA-Video 2.0 has layers of diffusers' SANA-Video.
+    name = "AutoencoderKLLTX2Video" if is_ltx else CHECKPOINT_KINDS[part.kind].classes[0]
     if part.is_video and not hasattr(diffusers, name):
-        oldest = "0.37" if part.variant == "ltx-2" else "0.36"
+        oldest = "0.37" if is_ltx else "0.36"
         raise VersionError(
             f"diffusers: got {diffusers.__version__}, expected {oldest} or newer for SANA-Video; "
             "pip install -U diffusers"
         )
+    if VIDEO2 in part.headers:
+        from ..video.transformer import SanaVideo2Transformer3DModel
+
+        return SanaVideo2Transformer3DModel
     return getattr(diffusers, name)
 
 
@@ -148,8 +154,8 @@ def config_of(part: Checkpoint) -> TransformerConfig:
     """Return the configuration of the transformer `part` with the library's defaults, without building the module."""
     parameters = inspect.signature(library_class(part).__init__).parameters.values()
     defaults: Json = {parameter.name: parameter.default for parameter in parameters}
-    if part.kind == "transformer":
-        defaults["sampler"] = scheduler_of(part).sampler
+    if part.kind in TRANSFORMER_KINDS:
+        defaults["sampler"] = default_sampler(part)
     config: Any = SimpleNamespace(**defaults | library_config(part))
     return config
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
@@ -151,9 +151,9 @@ def list_pickled(file: Path, ema: bool = False) -> PickledWeights:
         )
     with opened(file) as (stream, size):
         content, storages = open_archive(file, stream, size)
-    check_pickle(file, content)
+    operations = read_operations(file, content)
     try:
-        document = evaluate(content, storages)
+        document = evaluate(operations, storages)
     # What a broken pickle leads to: values of other types, and an empty stack.
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         reason = brief(str(error) or type(error).__name__, 100)
@@ -223,17 +223,23 @@ def place_of(stream: BufferedReader, member: ZipInfo, size: int) -> tuple[int, i
     return begin, member.file_size
 
 
-def check_pickle(file: Path, content: bytes) -> None:
-    """Raise CheckpointError for a pickle that names anything but tensors and numpy arrays."""
+def read_operations(file: Path, content: bytes) -> list[tuple[str, Any]]:
+    """Return the operations of a pickle and their arguments.
+
+    Raises CheckpointError for a pickle that names anything but tensors and numpy arrays.
+    """
+    operations: list[tuple[str, Any]] = []
     try:
-        for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-            is_known = argument in NAMED or argument in NUMPY or is_torch_type(str(argument))
-            if operation.name == "GLOBAL" and not is_known:
+        for operation, argument, _ in pickletools.genops(content):
+            name = operation.name
+            if name == "GLOBAL" and not (argument in NAMED or argument in NUMPY or is_torch_type(str(argument))):
                 raise CheckpointError(
                     f"{shown(file)}: got a pickle that calls {brief(argument)}, expected nothing but tensors; {INSTEAD}"
                 )
-            if number > MOST_OPERATIONS or operation.name in ("EMPTY_SET", "FROZENSET", "STACK_GLOBAL", "EXT4"):
+            if len(operations) > MOST_OPERATIONS or name in ("EMPTY_SET", "FROZENSET", "STACK_GLOBAL", "EXT4"):
                 raise CheckpointError(f"{shown(file)}: got a pickle that is no state_dict's; {INSTEAD}")
+            operations.append((name, argument))
+        return operations
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -248,7 +254,7 @@ def is_torch_type(name: str) -> bool:
     )
 
 
-def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
+def evaluate(operations: list[tuple[str, Any]], storages: Mapping[str, tuple[int, int]]) -> object:
     """Return the value of a pickle: dicts with texts and numbers as keys, tuples, texts, numbers and Stored tensors.
 
     Everything else is None: lists, arrays, objects, and the results of all calls that make no tensor. Nothing is
@@ -257,8 +263,7 @@ def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
     stack: list = []
     marks: list[list] = []
     memo: dict[object, object] = {}
-    for operation, argument, _ in pickletools.genops(content):
-        name = operation.name
+    for name, argument in operations:
         if name in CONSTANTS:
             stack.append(CONSTANTS[name])
         elif name in NUMBERS or name in TEXTS:

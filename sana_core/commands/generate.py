@@ -13,7 +13,7 @@ from ..batch.png import ENTRY, file_name
 from ..checkpoints import find_part, inspect_checkpoint
 from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
-from ..model.known_models import VIDEO_FRAMES, VIDEOS
+from ..model.known_models import VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import Json
@@ -118,15 +118,14 @@ def run_video(arguments: argparse.Namespace) -> None:
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
     checkpoint = inspect_checkpoint(arguments.checkpoint)
-    part = find_part(checkpoint, "video_transformer")
-    channels = part.headers["patch_embedding.weight"].shape[1]
-    width, height = VIDEOS[channels].size
+    model = VIDEOS[find_part(checkpoint, "video_transformer").variant]
+    width, height = model.size
     size = (
         width if arguments.width is None else arguments.width,
         height if arguments.height is None else arguments.height,
     )
-    frames = VIDEO_FRAMES if arguments.frames is None else arguments.frames
-    video_shape(*size, frames, channels)
+    frames = model.frames if arguments.frames is None else arguments.frames
+    video_shape(*size, frames, model)
     first = None if arguments.first is None else read_first(arguments.first, size)
     settings = {name: getattr(arguments, name) for name in ("steps", "guidance", "sampler")}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -136,5 +135,5 @@ def run_video(arguments: argparse.Namespace) -> None:
     generated = generate_video(
         *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
     )
-    write_video(arguments.out, generated, arguments.overwrite)
+    write_video(arguments.out, generated, arguments.overwrite, model.rate)
     sys.stdout.write(f"{arguments.out}\n")

@@ -12,10 +12,10 @@ from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
 from ..batch.pipeline import local_devices
 from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
-from ..model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEO_FRAMES, VIDEOS
+from ..model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEOS
 from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
-from ..video.memory import VIDEO_VARIANTS, plan_video
+from ..video.memory import VideoPlan, plan_video
 
 # the decoder of most models
 VAE = "dc-ae-f32c32"
@@ -28,13 +28,13 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    models = [*VARIANTS, *VIDEO_VARIANTS]
+    models = [*VARIANTS, *VIDEOS]
     parser.add_argument("variant", nargs="?", choices=models, help="without it, a recommendation and all models")
     sizes = [str(card) for card in CARDS]
     parser.add_argument("--gpu", choices=sizes, help="plan for a GPU of this memory in GB; default: this computer's")
     parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
     parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
-    parser.add_argument("--frames", type=int, help=f"of a video; default: {VIDEO_FRAMES}")
+    parser.add_argument("--frames", type=int, help="of a video; default: the model's own, 81 or 193")
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of these images")
     parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
@@ -49,9 +49,9 @@ def run(arguments: argparse.Namespace) -> None:
     gpu = this_gpu() if arguments.gpu is None else sold_gpu(int(arguments.gpu))
     if arguments.dtype is not None:
         gpu = gpu._replace(dtype=arguments.dtype, reason="")
-    is_video = arguments.variant in VIDEO_VARIANTS
+    is_video = arguments.variant in VIDEOS
     side = (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION)
-    width, height = VIDEOS[VIDEO_VARIANTS[arguments.variant]].size if is_video else side
+    width, height = VIDEOS[arguments.variant].size if is_video else side
     arguments.width = width if arguments.width is None else arguments.width
     arguments.height = height if arguments.height is None else arguments.height
     if is_video:
@@ -61,18 +61,17 @@ def run(arguments: argparse.Namespace) -> None:
             raise InputError(f"{wrong[0]}: got SANA-Video, expected a model of images; leave it out")
     elif arguments.frames is not None:
         got = arguments.variant or "no model"
-        raise InputError(f"frames: got {got}, expected SANA-Video, such as {next(iter(VIDEO_VARIANTS))}; leave it out")
+        raise InputError(f"frames: got {got}, expected SANA-Video, such as {next(iter(VIDEOS))}; leave it out")
     if arguments.link is not None and arguments.split is None:
         raise InputError("link: it is for split; add --split, or leave it out")
-    frames = VIDEO_FRAMES if arguments.frames is None else arguments.frames
     image = arguments.width, arguments.height
     if arguments.split is not None and (is_video or arguments.variant is None):
         got = "no model" if arguments.variant is None else "SANA-Video, whose videos GPUs cannot share"
         raise InputError(f"split: got {got}, expected a model of images such as 1.6B; give one, or leave --split out")
     plan: MemoryPlan
     if is_video:
-        plan = plan_video(arguments.variant, *image, frames, arguments.batch, gpu.dtype)
-        sentence = video_answer(gpu, plan, frames)
+        plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
+        sentence = video_answer(gpu, plan)
     else:
         sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
         options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
@@ -95,9 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def video_answer(gpu: Gpu, plan: MemoryPlan, frames: int) -> str:
+def video_answer(gpu: Gpu, plan: VideoPlan) -> str:
     """Return one sentence: whether a video fits `gpu`."""
-    video = f"{plan['variant']} at {plan['width']} x {plan['height']} px, {frames} frames, in {plan['dtype']}"
+    video = f"{plan['variant']} at {plan['width']} x {plan['height']} px, {plan['frames']} frames, in {plan['dtype']}"
     if plan["peak"] <= gpu.usable:
         return f"{gpu.name}: {video} fits."
     if plan["smallest"] <= gpu.usable:

@@ -19,11 +19,12 @@ class Constants(NamedTuple):
     keys: list[torch.Tensor]  # L of [P, heads, T, head_dim]
     values: list[torch.Tensor]
     bias: torch.Tensor | None  # [P, 1, 1, T], or None if no prompt is padded
-    # Position embedding [1, N, D], or None. SANA-Video: the rotation (sana_core/video/forward.py).
-    position: torch.Tensor | None
+    position: torch.Tensor | None  # position embedding [1, N, D], or None
     tables: torch.Tensor  # [L, 6, D]
     kernels: frozenset[str]  # names of the fused kernels in sana_core.kernels to use between the layers
     eps: float  # in the denominator of the linear attention
+    # SANA-Video: the rotation for each number of channels in a head (sana_core/video/forward.py).
+    turns: dict[int, torch.Tensor] | None = None
 
 
 class Perturbation(NamedTuple):

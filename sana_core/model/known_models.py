@@ -54,10 +54,32 @@ MAX_TIMESTEP = 1.57080
 INTERMEDIATE_TIMESTEP = 1.3
 
 
+class Defaults(NamedTuple):
+    """The authors' settings for sampling a model, except the shift. `sampler` is a name in SAMPLERS."""
+
+    sampler: str
+    steps: int
+    guidance: float
+
+
+# SANA's demo and diffusers' pipelines have this guidance.
+GUIDANCE = 4.5
+# the sampler of SANA-Sprint, which was distilled for it
+SPRINT = "scm"
+# the sampler of SANA-Video 2.0's preview in 4 steps, which was distilled for it (diffusion/scheduler of NVlabs/Sana)
+DMD = "flow_dmd"
+DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
+VIDEO_DEFAULTS = Defaults("flow_dpmpp_2m", 50, 6.0)
+# NVIDIA's script samples videos that begin with an image by LTXFlowEuler. The SanaImageToVideoPipeline of diffusers
+# expects FlowMatchEulerDiscreteScheduler.
+IMAGE_TO_VIDEO_SAMPLER = "flow_euler"
+
+
 class VideoModel(NamedTuple):
     """A SANA-Video model."""
 
     name: str
+    channels: int  # of the latents
     downscale: int  # pixels of a latent cell's side
     stride: int  # frames per latent frame, but the first latent frame has one frame
     patch: int  # latent cells of a patch's side
@@ -68,45 +90,73 @@ class VideoModel(NamedTuple):
     vae_parameters: int
     decode_bytes: int  # ComfyUI's decode: bytes per pixel and byte of the dtype
     vae: str  # variant of the VAE's file
+    width: int = 2240  # of the hidden states
+    hidden: int = 6720  # of the feed-forward
+    layers: int = 20
+    frames: int = 81
+    rate: int = 16  # frames a second
+    shift: float = 8.0  # of the schedule
+    defaults: Defaults = VIDEO_DEFAULTS
+    is_video2: bool = False  # SANA-Video 2.0, with the layers of sana_core/video/transformer.py
 
 
-# by the channels of their latents, which are Wan 2.1's and LTX-2's (ASPECT_RATIO_VIDEO_480_MS and _720_MS in
-# diffusion/data/datasets/utils.py)
-VIDEOS = {
-    16: VideoModel(
-        "video-2B-480p",
-        8,
-        4,
-        2,
-        32,
-        (832, 480),
-        ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
-        + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
-        2_056_862_144,
-        126_892_531,
-        3627,
-        "wan-2.1",
-    ),
-    128: VideoModel(
-        "video-2B-720p",
-        32,
-        8,
-        1,
-        # The decoder of LTX-2 reflects one cell at each edge, so it needs two.
-        64,
-        (1280, 704),
-        ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
-        + ((736, 1248), (704, 1280), (672, 1344)),
-        2_057_148_928,
-        1_222_479_601,
-        1556,
-        "ltx-2",
-    ),
-}
-VIDEO_FRAMES, VIDEO_RATE = 81, 16  # frames, and frames a second
+# The shapes of 480p and 720p are ASPECT_RATIO_VIDEO_480_MS and _720_MS in diffusion/data/datasets/utils.py of
+# NVlabs/Sana, their latents those of Wan 2.1 and LTX-2.
+VIDEO_480 = VideoModel(
+    "video-2B-480p",
+    16,
+    8,
+    4,
+    2,
+    32,
+    (832, 480),
+    ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
+    + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
+    2_056_862_144,
+    126_892_531,
+    3627,
+    "wan-2.1",
+)
+VIDEO_720 = VideoModel(
+    "video-2B-720p",
+    128,
+    32,
+    8,
+    1,
+    # The decoder of LTX-2 reflects one cell at each edge, so it needs two.
+    64,
+    (1280, 704),
+    ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
+    + ((736, 1248), (704, 1280), (672, 1344)),
+    2_057_148_928,
+    1_222_479_601,
+    1556,
+    "ltx-2",
+)
+# SANA-Video 2.0 was released for one size (docs/sana_video2.md of NVlabs/Sana).
+VIDEO_5B = VIDEO_720._replace(
+    name="video-2.0-5B",
+    smallest=32,
+    vae_parameters=726_105_969,
+    vae="ltx-2.3",
+    size=(1280, 736),
+    shapes=((1280, 736), (736, 1280)),
+    parameters=4_466_980_960,
+    width=2560,
+    hidden=10240,
+    layers=32,
+    frames=193,
+    rate=24,
+    shift=12.0,
+    defaults=Defaults("flow_dpmpp_2m", 50, 8.0),
+    is_video2=True,
+)
+# The shift of the preview gives the four sigmas of its training, FastVideoDMD4Step in diffusion/scheduler.
+VIDEO_5B_PREVIEW = VIDEO_5B._replace(
+    name="video-2.0-5B-4step", frames=81, rate=16, shift=6.0, defaults=Defaults(DMD, 4, 1.0)
+)
+VIDEOS = {model.name: model for model in (VIDEO_480, VIDEO_720, VIDEO_5B, VIDEO_5B_PREVIEW)}
 LARGEST_FRAMES = 1025
-VIDEO_SHIFT = 8.0
-VIDEO_WIDTH, VIDEO_HIDDEN, VIDEO_LAYERS = 2240, 6720, 20
 
 # memory of usual GPUs in GiB: a GPU that is sold as 8 GB has 8 GiB, which are 8.6 GB of 10^9 bytes
 CARDS = (4, 6, 8, 12, 16, 24)
@@ -114,25 +164,6 @@ CARDS = (4, 6, 8, 12, 16, 24)
 # the demo model: its folder in demo/, and its name in ComfyUI's lists
 DEMO_MODEL = "sana-posters"
 DEMO_MODEL_LISTED = f"{DEMO_MODEL} (bundled)"
-
-
-class Defaults(NamedTuple):
-    """What SANA's authors sample a model with, besides its shift; `sampler` is a name in SAMPLERS."""
-
-    sampler: str
-    steps: int
-    guidance: float
-
-
-# of SANA's demo and of diffusers' pipelines
-GUIDANCE = 4.5
-# the sampler of SANA-Sprint, which was distilled for it
-SPRINT = "scm"
-VIDEO_DEFAULTS = Defaults("flow_dpmpp_2m", 50, 6.0)
-# NVIDIA's script samples videos that begin with an image by LTXFlowEuler. The SanaImageToVideoPipeline of diffusers
-# expects FlowMatchEulerDiscreteScheduler.
-IMAGE_TO_VIDEO_DEFAULTS = VIDEO_DEFAULTS._replace(sampler="flow_euler")
-DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
 
 
 class Decoder(NamedTuple):
@@ -244,8 +275,8 @@ def controlnet_name(found: Architecture) -> str:
 
 def released_shift(variant: str, resolution: int, reference: str) -> float:
     """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
-    if variant.startswith("video"):
-        return VIDEO_SHIFT
+    if variant in VIDEOS:
+        return VIDEOS[variant].shift
     own = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
     return own or SHIFTS.get(resolution, SHIFT)
 
@@ -253,6 +284,7 @@ def released_shift(variant: str, resolution: int, reference: str) -> float:
 class TransformerConfig(Protocol):
     """What this package reads of the configuration of diffusers' transformers, SANA's above all."""
 
+    in_channels: int
     num_layers: int
     num_attention_heads: int
     attention_head_dim: int
@@ -268,6 +300,13 @@ def is_video(config: TransformerConfig) -> bool:
     return not isinstance(config.patch_size, int)
 
 
+def video_model(config: TransformerConfig) -> VideoModel:
+    """Return the SANA-Video model with `config`. Only SANA-Video 2.0 has groups of layers, its preview a sampler."""
+    is_video2, is_preview = hasattr(config, "group_layers"), getattr(config, "sampler", None) == DMD
+    models = {(model.channels, model.is_video2, model.defaults.sampler == DMD): model for model in VIDEOS.values()}
+    return models[config.in_channels, is_video2, is_preview]
+
+
 def perturbed_block(layers: int) -> int:
     """Return the block whose self-attention PAG perturbs in a model of so many blocks."""
     return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
@@ -279,7 +318,8 @@ def model_defaults(config: TransformerConfig, begins_with_image: bool = False) -
     Only videos can begin with an image.
     """
     if is_video(config):
-        return IMAGE_TO_VIDEO_DEFAULTS if begins_with_image else VIDEO_DEFAULTS
+        defaults = video_model(config).defaults
+        return defaults._replace(sampler=IMAGE_TO_VIDEO_SAMPLER) if begins_with_image else defaults
     if config.guidance_embeds:
         return SPRINT_DEFAULTS
     # Set where a folder's scheduler is another one than SANA's usual one.

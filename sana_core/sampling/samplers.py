@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from ..errors import InputError
-from ..model.known_models import DEFAULTS, SPRINT, TransformerConfig
+from ..model.known_models import DEFAULTS, DMD, SPRINT, TransformerConfig, model_defaults
 from ..model.reference import DIFFUSERS, RULES, Reference
 from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
@@ -235,6 +235,14 @@ SAMPLERS = {
         uses_low_guidance=lambda reference: True,
         options=lambda reference, noise: {"noise": noise},
     ),
+    # SANA-Video 2.0's preview takes the steps of scm at the sigmas of DPM-Solver. NVIDIA's class has this name.
+    DMD: Sampler(
+        sample_scm,
+        dpm_schedule,
+        ("FastVideoDMD4Step", None),
+        whole_timesteps=True,
+        options=lambda reference, noise: {"noise": noise},
+    ),
 }
 
 
@@ -247,6 +255,11 @@ def check_sampler(config: TransformerConfig, name: str) -> None:
     if name == SPRINT and not config.guidance_embeds:
         raise InputError(
             f"sampler: got {name} for a model that is not SANA-Sprint, expected another; choose {DEFAULTS.sampler}"
+        )
+    if name == DMD and model_defaults(config).sampler != DMD:
+        raise InputError(
+            f"sampler: got {name} for a model that is not the 4-step preview of SANA-Video 2.0, expected another; "
+            f"choose {DEFAULTS.sampler}"
         )
 
 

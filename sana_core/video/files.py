@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError, VersionError
-from ..model.known_models import VIDEO_RATE
 from ..runtime.atomic_files import output_file
 from ..runtime.image_files import levels
 from ..training.images import FileRange, decode_image, read_range
@@ -24,8 +23,8 @@ def check_writer(path: Path) -> None:
         raise VersionError("requirements: an MP4 file needs PyAV; pip install av") from None
 
 
-def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
-    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at SANA-Video's 16 frames a second.
+def write_video(path: Path, video: torch.Tensor, replace: bool = False, rate: int = 16) -> None:
+    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at `rate` frames a second.
 
     Raises ExistingFileError and OutputError as `output_file` does.
     """
@@ -35,7 +34,7 @@ def write_video(path: Path, video: torch.Tensor, replace: bool = False) -> None:
     # the disk. The file is far smaller than `video`.
     encoded = BytesIO()
     with av.open(encoded, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=VIDEO_RATE)
+        stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = video.shape[3], video.shape[2], "yuv420p"
         for frame in video.unbind(1):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(levels(frame), format="rgb24")))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_parts(info: Checkpoint, transformer: Checkpoint) -> None:
     """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
     vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
-    expected = VIDEOS[transformer.headers["patch_embedding.weight"].shape[1]].vae
+    expected = VIDEOS[transformer.variant].vae
     if vae.variant != expected:
         raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
     width = text.headers["embed_tokens.weight"].shape[1]

@@ -6,20 +6,9 @@ The decode is ComfyUI's, in chunks of frames; its bytes were counted on a GPU th
 from __future__ import annotations
 
 from ..memory import CONTEXT, DTYPES, DecodePlan, MemoryPlan, StagePlan, text_bytes
-from ..model.known_models import (
-    CARDS,
-    MAX_TOKENS,
-    TEXT_PARAMETERS,
-    VIDEO_FRAMES,
-    VIDEO_HIDDEN,
-    VIDEO_LAYERS,
-    VIDEO_WIDTH,
-    VIDEOS,
-)
+from ..model.known_models import CARDS, MAX_TOKENS, TEXT_PARAMETERS, VIDEOS
 from ..runtime.checks import check_name
 from .latents import video_shape
-
-VIDEO_VARIANTS = {model.name: channels for channels, model in VIDEOS.items()}
 
 
 class VideoPlan(MemoryPlan):
@@ -28,30 +17,31 @@ class VideoPlan(MemoryPlan):
     frames: int
 
 
-def token_bytes(width: int, hidden: int) -> int:
-    """Return what a forward takes for a position and a byte of the dtype.
+def token_bytes(width: int, hidden: int, is_video2: bool = False) -> int:
+    """Return the bytes of a forward per position and byte of the dtype. `hidden`: channels within the feed-forward.
 
-    That is two tensors of the feed-forward, `hidden` wide with its gate, and three of the inner width.
+    SANA-Video: two tensors of the feed-forward with its gate, and three of the inner width. SANA-Video 2.0: two tensors
+    of the feed-forward, and the states of all groups of layers.
     """
-    return 2 * hidden + 3 * width
+    return 2 * hidden + 7 * width if is_video2 else 4 * hidden + 3 * width
 
 
 def plan_video(
-    variant: str, width: int, height: int, frames: int = VIDEO_FRAMES, batch: int = 1, dtype: str = "bfloat16"
+    variant: str, width: int, height: int, frames: int | None = None, batch: int = 1, dtype: str = "bfloat16"
 ) -> VideoPlan:
     """Return the bytes of each stage of generating `batch` videos of `frames` frames of `width` x `height` pixels.
 
     It is as `plan_memory` returns it; "smallest" is with one of the two prompts at a time, as ComfyUI computes them
     where memory is short. Raises InputError for an unknown variant or dtype, and for sizes that videos have not.
     """
-    check_name("variant", variant, VIDEO_VARIANTS)
+    check_name("variant", variant, VIDEOS)
     check_name("dtype", dtype, DTYPES)
-    channels, item = VIDEO_VARIANTS[variant], DTYPES[dtype].itemsize
-    model = VIDEOS[channels]
-    _, length, rows, columns = video_shape(width, height, frames, channels)
-    keys = 2 * VIDEO_LAYERS * MAX_TOKENS * VIDEO_WIDTH * item
+    model, item = VIDEOS[variant], DTYPES[dtype].itemsize
+    frames = model.frames if frames is None else frames
+    _, length, rows, columns = video_shape(width, height, frames, model)
+    keys = 2 * model.layers * MAX_TOKENS * model.width * item
     alone = batch * length * (rows // model.patch) * (columns // model.patch) * item
-    alone *= token_bytes(VIDEO_WIDTH, 2 * VIDEO_HIDDEN)
+    alone *= token_bytes(model.width, model.hidden, model.is_video2)
     decode = model.decode_bytes * width * height * item
     text: StagePlan = {"weights": TEXT_PARAMETERS * item, "activations": text_bytes(1, item)}
     transformer: StagePlan = {"weights": model.parameters * item, "activations": 2 * (keys + alone)}

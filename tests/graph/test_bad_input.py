@@ -33,7 +33,12 @@ WRONG = [
     ("sample", "steps", 2.5, "^steps: got 2.5, expected a whole number from "),
     ("sample", "seed", -1, "^seed: got -1, expected a whole number from "),
     ("sample", "denoise", 1.5, "^denoise: got 1.5, expected a number from "),
-    ("sample", "sampler", "ddim", "^sampler: got 'ddim', expected one of flow_dpmpp_2m, flow_euler, .*, scm$"),
+    (
+        "sample",
+        "sampler",
+        "ddim",
+        "^sampler: got 'ddim', expected one of flow_dpmpp_2m, flow_euler, .*, flow_dmd$",
+    ),
 ]
 
 

@@ -30,7 +30,7 @@ def noise():
 def test_euler_and_every_order_of_dpm_converge_to_each_other(model, noise):
     many = sample_flow_dpmpp_2m(model, noise, flow_dpm_sigmas(120, 3.0))
     for name, flow in SAMPLERS.items():
-        if name != "scm":
+        if name not in ("scm", "flow_dmd"):
             few, more = (
                 (flow.sample(model, noise, flow_dpm_sigmas(steps, 3.0)) - many).abs().mean() for steps in (8, 48)
             )

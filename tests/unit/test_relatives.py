@@ -60,9 +60,7 @@ LINEAR = {
     "mlp.depth_conv.conv.weight": (2 * HIDDEN, 1, 3, 3),
     "mlp.point_conv.linear.weight": (WIDTH, HIDDEN),
 }
-SWIGLU = {f"mlp.{name}_proj.weight": (4 * WIDTH, WIDTH) for name in ("gate", "up", "down")}
 GATED = (("attn.A_log", (20,)), ("attn.dt_bias", (20,)), ("attn.beta_proj.weight", (20, WIDTH)))
-RESIDUALS = {f"attn_res.{name}_proj.weight": (1, WIDTH) for name in ("attn", "mlp", "final")}
 
 
 def quantised(*modules):
@@ -89,10 +87,6 @@ GEMMA = "model.layers.0.mlp.gate_proj.weight"
 VIDEO = re.escape("a SANA-Video transformer (video-2B-480p)")
 # {file: (function of its tensors, name in the error)}
 RELATIVES = {
-    "SANA_Video_2.0_5B_720p.pth": (
-        lambda: nvidia(feed_forward=SWIGLU, channels=128, patch=(1, 1, 1), top=RESIDUALS),
-        "SANA-Video 2.0, which makes videos",
-    ),
     "sana_wm_1600m_720p": (
         lambda: library("SanaWMTransformer3DModel"),
         "SANA-WM, which makes videos along a camera's path",

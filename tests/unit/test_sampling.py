@@ -82,7 +82,7 @@ def test_whole_timesteps_of_every_schedule_are_those_of_diffusers_and_of_nvidia(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 14, 15, 20, 40])
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "scm"])
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("scm", "flow_dmd")])
 def test_samplers_are_those_of_diffusers(steps, name):
     noise = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(1))
     for shift in (1.5, 3.0, 6.0):
@@ -130,7 +130,7 @@ def test_each_sampler_gets_what_is_its_own(name):
     noise, x = iter(()), torch.randn(1, 4, 2, 2, generator=torch.Generator().manual_seed(4))
     flow, sigmas = SAMPLERS[name], SAMPLERS[name].sigmas(20, 3.0)
     inputs = {reference: flow.options(RULES[reference], noise) for reference in (NVIDIA, DIFFUSERS)}
-    if name == "scm":
+    if name in ("scm", "flow_dmd"):
         assert all(more == {"noise": noise} for more in inputs.values())
         return
     nvidia, diffusers = (flow.sample(x0_model, x, sigmas, **inputs[reference]) for reference in (NVIDIA, DIFFUSERS))
@@ -264,7 +264,7 @@ def test_denoise_and_strength_out_of_range_are_named():
             last_steps(scm_sigmas(2), value)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "flow_dmd"])
 def test_a_sampler_has_whole_timesteps_where_its_scheduler_in_diffusers_has(name):
     scheduler = SCMScheduler() if name == "scm" else library_scheduler(name, 3.0)
     scheduler.set_timesteps(4, **({"intermediate_timesteps": None} if name == "scm" else {}))
@@ -276,11 +276,23 @@ def test_an_unknown_sampler_is_named():
         find_sampler("ddim")
 
 
+VIDEO2 = SimpleNamespace(patch_size=(1, 1, 1), guidance_embeds=False, in_channels=128, group_layers=8)
+MODELS = {
+    "image": SimpleNamespace(patch_size=1, guidance_embeds=False),
+    "sprint": SimpleNamespace(patch_size=1, guidance_embeds=True),
+    "video": SimpleNamespace(patch_size=(1, 2, 2), guidance_embeds=False, in_channels=16),
+    "video 2.0": VIDEO2,
+    "preview": SimpleNamespace(**vars(VIDEO2), sampler="flow_dmd"),
+}
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("is_sprint", [False, True])
-def test_sana_sprint_takes_scm_alone_and_no_other_model_does(name, is_sprint):
-    config = SimpleNamespace(guidance_embeds=is_sprint)
-    if (name == "scm") == is_sprint:
+@pytest.mark.parametrize("model", MODELS)
+def test_samplers_of_distilled_models_fit_these_models_alone(name, model):
+    """SANA-Sprint takes scm alone. The preview of SANA-Video 2.0 takes all samplers but scm."""
+    config = MODELS[model]
+    allowed = {"sprint": {"scm"}, "preview": SAMPLERS.keys() - {"scm"}}
+    if name in allowed.get(model, SAMPLERS.keys() - {"scm", "flow_dmd"}):
         check_sampler(config, name)
     else:
         with pytest.raises(ValueError, match=f"^sampler: got {name} for a "):

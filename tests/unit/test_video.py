@@ -3,6 +3,7 @@ tests/nvidia_video.py), at small random shapes."""
 
 import inspect
 import json
+import time
 
 import diffusers
 import layouts
@@ -20,8 +21,10 @@ from safetensors.torch import save_file
 from video_models import MODELS, scheduler, transformer
 
 import sana_core
+from sana_core.checkpoints import find_part
 from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.generation import shift_of, text_reference
+from sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from sana_core.model.known_models import VIDEO_DEFAULTS, model_defaults
 from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
 from sana_core.model.text import instruction_text
@@ -210,6 +213,30 @@ def test_six_guided_steps_are_those_of_diffusers_scheduler(name, first):
 def test_the_instruction_is_the_pipelines():
     lines = inspect.signature(SanaVideoPipeline.__call__).parameters["complex_human_instruction"].default
     assert instruction_text(DIFFUSERS_VIDEO) == "\n".join(lines)
+
+
+@pytest.mark.parametrize("known_by", ["config", "file name"])
+def test_longsana_is_refused_by_name(name, known_by, tmp_path):
+    """Its folder has the tensors of SANA-Video 2B."""
+    folder = tmp_path / "LongLive_diffusers" / "transformer"
+    transformer(name).save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    if known_by == "config":
+        config = json.loads((folder / "config.json").read_text())
+        config["_class_name"] = "SanaVideoCausalTransformer3DModel"
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        file.rename(folder / "SANA_Video_2B_480p_LongLive.safetensors")
+    (folder.parent / "model_index.json").write_text(json.dumps({"_class_name": "LongSanaVideoPipeline"}))
+    start = time.process_time()
+    info = sana_core.inspect_checkpoint(folder.parent)
+    assert time.process_time() - start < 0.05
+    assert [part.kind for part in info.parts] == ["other"]
+    message = "not a SANA-Video transformer: found LongSANA, whose layers .*; get SANA-Video_2B_480p_diffusers from Eff"
+    with pytest.raises(ValueError, match=message):
+        sana_core.load_video_transformer(folder.parent)
+    with pytest.raises(ValueError, match="not a SANA transformer: found LongSANA, whose layers read earlier frames"):
+        find_part(info, *TRANSFORMER_KINDS)
 
 
 def test_what_cannot_be_read_is_said(nvidia_file, name, tmp_path, monkeypatch):

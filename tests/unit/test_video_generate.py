@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sana_core.__main__ import main
 from sana_core.errors import InputError, ReadError
+from sana_core.model.known_models import VIDEOS
 from sana_core.training.images import decode_image, fit_image
 from sana_core.video.files import read_first, write_video
 from sana_core.video.generate import generate_video
@@ -203,7 +204,7 @@ def test_sizes_that_the_vae_cannot_decode_are_refused_before_sampling(folder, mo
         size = 32 * width, 32 * height
         latents = torch.zeros(1, channels, 2, size[1] // cell, size[0] // cell)
         try:
-            shape = video_shape(*size, 1 + stride, channels)
+            shape = video_shape(*size, 1 + stride, VIDEOS[f"video-2B-{name}"])
         except InputError as error:
             assert re.match(
                 f"(width|height): got 32, expected a multiple of {step} from 64 to 16384; use 64$", str(error)

@@ -11,7 +11,7 @@ import torch
 
 from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
-from ....sana_core.checkpoints.configs import hidden_width
+from ....sana_core.checkpoints.configs import VIDEO2, hidden_width
 from ....sana_core.checkpoints.generation import shift_of
 from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
@@ -22,7 +22,13 @@ from ..sampling.core_nodes import fit_core_nodes
 from ..sampling.guidance import follow_reference, refuse_unfit_samplers
 from ..sampling.latents import latent_format
 from ..sampling.model import SanaDiffusionModel, SanaModel
-from ..sampling.video_model import SanaVideoDiffusionModel, SanaVideoModel, cell_bytes, video_format
+from ..sampling.video_model import (
+    SanaVideo2DiffusionModel,
+    SanaVideoDiffusionModel,
+    SanaVideoModel,
+    cell_bytes,
+    video_format,
+)
 from .layers import keep_on_device
 from .lora import model_keys
 from .quantise import OFF, check_choice
@@ -54,8 +60,8 @@ class SanaConfig(comfy.supported_models_base.BASE):
         # A line for the user.
         self.text = describe(part, resolution, form)
         # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
-        hidden = 2 * hidden_width(part.headers)
-        cell = cell_bytes(embedding, hidden) if part.is_video else 3 * hidden + 10 * inner
+        hidden = hidden_width(part.headers)
+        cell = cell_bytes(embedding, hidden, VIDEO2 in part.headers) if part.is_video else 6 * hidden + 10 * inner
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
@@ -120,7 +126,8 @@ def load_model(
     )
     transformer = load_component(part, stored, compute, operations, resolution, quantise)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    transformer.__class__ = SanaVideoDiffusionModel if part.is_video else SanaDiffusionModel
+    classes = {cls.library: cls for cls in (SanaVideoDiffusionModel, SanaVideo2DiffusionModel)}
+    transformer.__class__ = classes.get(type(transformer), SanaDiffusionModel)
     model = (SanaVideoModel if part.is_video else SanaModel)(config, comfy.model_base.ModelType.FLOW)
     model.diffusion_model = transformer
     patcher = patcher_class(model, load_device, comfy.model_management.unet_offload_device())

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 # of LTX-2's latents, and of its encoder's first layer
 CHANNELS = 128
-# of LTX-2's VAE: how diffusers calls what halves a video, and how Lightricks does
-HALVED = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spatiotemporal": "compress_all_res"}
+# diffusers' and Lightricks' names of the layers of LTX-2's VAE that double a video. The layers that halve it have the
+# suffix "_res".
+RESIZED = {"spatial": "compress_space", "temporal": "compress_time", "spatiotemporal": "compress_all"}
+# The fourth stage of LTX-2.3's decoder, which diffusers' conversion does not rename.
+FOURTH_STAGE = (("up_blocks.7", "up_blocks.3.upsamplers.0"), ("up_blocks.8", "up_blocks.3"), ("res_blocks", "resnets"))
 
 
 def load_video_vae(checkpoint: Checkpoint) -> comfy.sd.VAE:
@@ -53,7 +56,7 @@ def load_video_vae(checkpoint: Checkpoint) -> comfy.sd.VAE:
 def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:
     """Return ComfyUI's VAE of `tensors`, which have the names in the file."""
     config = None
-    if checkpoint.layout == "diffusers" and checkpoint.variant == "ltx-2":
+    if checkpoint.layout == "diffusers" and checkpoint.variant != "wan-2.1":
         config = ltx_config(checkpoint.config or {})
     metadata = {"config": json.dumps({"vae": config})} if config else dict(checkpoint.weights.metadata)
     if checkpoint.layout == "diffusers":
@@ -76,7 +79,15 @@ def original_names(checkpoint: Checkpoint, config: dict | None) -> dict[str, str
     with torch.device("meta"):
         if config is not None:
             module = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=config)
-            return convert_ltx2_vae_to_diffusers({name: name for name in module.state_dict()})
+            names = {name: name for name in module.state_dict()}
+            late = [name for name in names if name.startswith(("decoder.up_blocks.7.", "decoder.up_blocks.8."))]
+            converted = convert_ltx2_vae_to_diffusers({name: name for name in names if name not in late})
+            for name in late:
+                target = name
+                for original, renamed in FOURTH_STAGE:
+                    target = target.replace(original, renamed)
+                converted[target] = name
+            return converted
         module = comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True])
         return convert_wan_vae_to_diffusers({name: name for name in module.state_dict()})
 
@@ -88,17 +99,25 @@ def ltx_config(own: dict) -> dict:
     halved = own.get("downsample_type", ["spatial", "temporal", "spatiotemporal", "spatiotemporal"])
     encoder: list[list] = [["res_x", {"num_layers": layers[0]}]]
     for kind, count, inner, width in zip(halved, layers[1:], [CHANNELS, *widths], widths, strict=False):
-        encoder += [[HALVED[kind], {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
-    decoder: list[list] = []
-    # from the finest to the coarsest, as the library lists its own
-    for count in own.get("decoder_layers_per_block", [5, 5, 5, 5]):
+        encoder += [[f"{RESIZED[kind]}_res", {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
+    # From the finest to the coarsest stage. Only the types are listed from the coarsest one.
+    doubled = own.get("upsample_type", ["spatiotemporal"] * 3)[::-1]
+    factors, residual = own.get("upsample_factor", [2] * 3), own.get("upsample_residual", True)
+    is_residual = all(residual) if isinstance(residual, list) else residual
+    first, *counts = own.get("decoder_layers_per_block", [5, 5, 5, 5])
+    decoder: list[list] = [["res_x", {"num_layers": first, "inject_noise": False}]]
+    for kind, factor, count in zip(doubled, factors, counts, strict=True):
+        decoder += [[RESIZED[kind], {"residual": is_residual, "multiplier": factor}]]
         decoder += [["res_x", {"num_layers": count, "inject_noise": False}]]
-        decoder += [["compress_all", {"residual": True, "multiplier": 2}]]
+    # Without this field the encoder pads with zeros and the decoder reflects.
+    padding = own.get("decoder_spatial_padding_mode", "reflect")
+    same_padding = {"spatial_padding_mode": padding} if padding == "zeros" else {}
     return {
         "dims": 3,
         "latent_channels": CHANNELS,
         "encoder_blocks": encoder,
-        "decoder_blocks": decoder[:-1],
+        "decoder_blocks": decoder,
+        **same_padding,
         "decoder_base_channels": own.get("decoder_block_out_channels", [256])[0] // 2,
         "norm_layer": "pixel_norm",
         "patch_size": 4,

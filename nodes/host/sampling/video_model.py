@@ -13,13 +13,14 @@ import torch
 from diffusers import SanaVideoTransformer3DModel
 
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import VIDEOS, VideoModel, is_video, nearest_shape
+from ....sana_core.model.known_models import VideoModel, is_video, nearest_shape, video_model
 from ....sana_core.model.latents import LARGEST_BATCH
 from ....sana_core.model.reference import model_timestep
 from ....sana_core.runtime.checks import check_whole
 from ....sana_core.video.forward import velocity
-from ....sana_core.video.latents import video_shape
+from ....sana_core.video.latents import check_first, video_shape
 from ....sana_core.video.memory import token_bytes
+from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..loading.weights import config_tensor
 from .guidance import require_sana
 from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
@@ -45,14 +46,15 @@ def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
     return latents
 
 
-def cell_bytes(embedding: Header, hidden: int) -> float:
-    """Return what a forward takes of memory for a cell of the latents and a byte of the dtype."""
-    return token_bytes(embedding.shape[0], hidden) / math.prod(embedding.shape[2:])
+def cell_bytes(embedding: Header, hidden: int, is_video2: bool) -> float:
+    """Return the bytes of a forward per cell of the latents and byte of the dtype."""
+    return token_bytes(embedding.shape[0], hidden, is_video2) / math.prod(embedding.shape[2:])
 
 
 class SanaVideoDiffusionModel(SanaVideoTransformer3DModel):
     """The transformer with the call that ComfyUI makes; its parameters keep diffusers' names."""
 
+    library = SanaVideoTransformer3DModel
     forward = SanaDiffusionModel.forward
 
     def _forward(
@@ -68,11 +70,19 @@ class SanaVideoDiffusionModel(SanaVideoTransformer3DModel):
     ):
         timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
         if prompt is None or torch.is_grad_enabled():
-            return SanaVideoTransformer3DModel.forward(
+            return self.library.forward(
                 self, x, context, timesteps, encoder_attention_mask=attention_mask, return_dict=False
             )[0]
         constants, _ = prompt.constants(self, x)
         return velocity(self, x, timesteps, constants)
+
+
+class SanaVideo2DiffusionModel(SanaVideo2Transformer3DModel):
+    """SANA-Video 2.0's transformer with the same call."""
+
+    library = SanaVideo2Transformer3DModel
+    forward = SanaDiffusionModel.forward
+    _forward = SanaVideoDiffusionModel._forward
 
 
 class SanaVideoModel(SanaModel):
@@ -80,7 +90,7 @@ class SanaVideoModel(SanaModel):
 
     @property
     def facts(self) -> VideoModel:
-        return VIDEOS[self.diffusion_model.config.in_channels]
+        return video_model(self.diffusion_model.config)
 
     @property
     def resolution(self) -> int:
@@ -149,11 +159,12 @@ def video_latent(
     InputError for sizes that the model does not have, and for an image without its VAE.
     """
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
-    shape = video_shape(*size, frames, base.latent_format.latent_channels)
+    shape = video_shape(*size, frames, base.facts)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros((int(batch_size), *shape), device=device, dtype=dtype)
     if first_image is None:
         return {"samples": samples, "downscale_ratio_spacial": base.facts.downscale}
+    check_first(base.facts)
     given = encode_first(vae, first_image, size, shape[0]).to(samples)
     # what the samplers take for empty
     samples = base.latent_format.process_out(samples)

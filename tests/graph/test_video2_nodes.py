@@ -1,0 +1,241 @@
+"""SANA-Video 2.0 in the host: its files load one by one, and its samplers make what NVIDIA's code makes."""
+
+import json
+import shutil
+
+import layouts
+import nvidia_video
+import nvidia_video2
+import pytest
+import torch
+import video_models
+from checkpoints import TINY
+from fake_cuda import CARD, fake_card, no_numbers, pack
+from in_process import NodeError
+from loading import through
+from test_memory_states import load_model, state_of
+
+from sana_core.model.latents import noise_stream
+from sana_core.video.transformer import SanaVideo2Transformer3DModel
+
+PROMPT, NEGATIVE = "A red circle rolls away. motion score: 20.", "a chaotic sequence"
+SIDE, FRAMES, HEADS, LAYERS = 64, 9, 4, 8
+BOUND, STEPS_BOUND = 1e-5, 5e-5
+NAMES = {False: "SANA_Video_2.0_5B_720p.pth", True: "SANA_Video_2.0_5B_720p_4step.pth"}
+
+
+@pytest.fixture(scope="module")
+def tensors(host):
+    """The tensors of the file that both models have; the files are in the host's folders."""
+    caption = json.loads((TINY / "text_encoder" / "config.json").read_text())["hidden_size"]
+    tensors = nvidia_video2.random_video2_file(48, LAYERS, HEADS, caption=caption)
+    (host.models / "diffusion_models").mkdir(exist_ok=True)
+    for is_preview, name in NAMES.items():
+        torch.save({"state_dict_ema" if is_preview else "state_dict": tensors}, host.models / "diffusion_models" / name)
+    video_models.second_autoencoder().save_pretrained(host.models / "vae" / "ltx23")
+    yield tensors
+    for name in NAMES.values():
+        (host.models / "diffusion_models" / name).unlink()
+    shutil.rmtree(host.models / "vae" / "ltx23")
+
+
+@pytest.fixture
+def image():
+    return torch.randint(256, (1, SIDE, SIDE, 3), generator=torch.Generator().manual_seed(5)) / 255
+
+
+@pytest.fixture
+def build(tensors):
+    """A function of overrides: the graph from three files to the frames."""
+
+    def graph(first=None, preview=False, node="SanaNodesSampler", **inputs):
+        size = {"width": SIDE, "height": SIDE, "frames": FRAMES, "batch_size": 1}
+        if first is not None:
+            size |= {"vae": ["vae", 0], "first_image": ["first", 0]}
+        links = {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0]}
+        return {
+            "load": ("SanaNodesModelLoader", {"model_name": NAMES[preview]}),
+            "vae": ("SanaNodesVAELoader", {"vae_name": "ltx23/diffusion_pytorch_model.safetensors"}),
+            "text": ("SanaNodesLoader", {"model": "sana-tiny"}),
+            "positive": ("CLIPTextEncode", {"clip": ["text", 1], "text": PROMPT}),
+            "negative": ("SanaNodesTextEncode", {"clip": ["text", 1], "text": NEGATIVE, "instruction": False}),
+            **({"first": ("AnyValue", {"value": first})} if first is not None else {}),
+            "empty": ("SanaNodesVideoLatent", {"model": ["load", 0], **size}),
+            "sample": (node, {**links, "latent_image": ["empty", 0], "seed": 3, "steps": 6, **inputs}),
+            "decode": ("VAEDecode", {"samples": ["sample", 0], "vae": ["vae", 0]}),
+            "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
+            "catch frames": ("Catch", {"value": ["decode", 0], "name": "frames"}),
+            **{
+                f"catch {node_id}": ("Catch", {"value": [node_id, 0], "name": node_id})
+                for node_id in ("positive", "negative")
+            },
+        }
+
+    return graph
+
+
+OURS = {"guidance": 8.0, "sampler": "flow_dpmpp_2m"}
+
+
+def prompts_of(got):
+    """Embeddings and mask of the negative and the positive prompt, as the host encoded them."""
+    parts = [got[name][0] for name in ("negative", "positive")]
+    length = max(embeds.shape[1] for embeds, _ in parts)
+    masks = [options.get("attention_mask", torch.ones(1, embeds.shape[1])) for embeds, options in parts]
+    pad = torch.nn.functional.pad
+    embeds = [pad(embeds, (0, 0, 0, length - embeds.shape[1])) for embeds, _ in parts]
+    return torch.cat(embeds).float(), torch.cat([pad(mask.float(), (0, length - mask.shape[1])) for mask in masks])
+
+
+def noises():
+    return noise_stream(torch.empty(1, 128, 1 + FRAMES // 8, SIDE // 32, SIDE // 32), 3)
+
+
+def relative(got, expected):
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def test_text_to_video_is_nvidias(host, build, tensors):
+    got = host.run(build(**OURS))
+    expected = nvidia_video2.text_to_video(tensors, next(noises()), prompts_of(got), 6, 8.0, HEADS)
+    assert relative(got["latent"]["samples"], expected) < STEPS_BOUND
+
+
+def test_image_to_video_is_nvidias(host, build, tensors, image):
+    got = host.run(build(image, guidance=8.0, sampler="flow_euler"))
+    vae = video_models.second_autoencoder()
+    mean, std = (part.view(1, -1, 1, 1, 1) for part in (vae.latents_mean, vae.latents_std))
+    first = (vae.encode(image.movedim(-1, 1)[:, :, None] * 2 - 1).latent_dist.mode() - mean) / std
+    expected = nvidia_video.image_to_video(
+        tensors, next(noises()), first, prompts_of(got), 6, 8.0, HEADS, 8, 12.0, nvidia_video2.forward
+    )
+    assert relative(got["latent"]["samples"], expected) < STEPS_BOUND
+    assert got["frames"].shape == (FRAMES, SIDE, SIDE, 3)
+
+
+def test_the_models_own_defaults_are_nvidias(host, build, image):
+    defaults = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
+    for first, sampler in ((None, "flow_dpmpp_2m"), (image, "flow_euler")):
+        expected = host.run(build(first, guidance=8.0, sampler=sampler, steps=50))["latent"]["samples"]
+        assert torch.equal(host.run(build(first, **defaults))["latent"]["samples"], expected)
+
+
+def test_the_preview_takes_nvidias_four_steps(host, build, tensors):
+    got = host.run(build(None, True, guidance=8.0, sampler="flow_euler", steps=1, model_defaults=True))
+    stream, (embeds, mask) = noises(), prompts_of(got)
+    expected = nvidia_video2.preview(tensors, [next(stream) for _ in range(4)], (embeds[1:], mask[1:]), HEADS)
+    assert relative(got["latent"]["samples"], expected) < BOUND
+
+
+def test_the_preview_begins_with_no_image(host, build, image):
+    with pytest.raises(NodeError, match="^first_image: got one for video-2.0-5B-4step, which generates videos from"):
+        host.run(build(image, True, **OURS))
+
+
+def test_the_sampler_of_the_preview_fits_no_other_model(host, build):
+    message = "sampler: got flow_dmd for a model that is not the 4-step preview of SANA-Video 2.0, expected another; ch"
+    with pytest.raises(NodeError, match=f"^{message}oose flow_dpmpp_2m$"):
+        host.run(build(**OURS | {"sampler": "flow_dmd"}))
+
+
+def test_core_decodes_ltx_2_3_as_diffusers_does(host, build):
+    got = host.run(build(**OURS))
+    vae = video_models.second_autoencoder()
+    mean, std = (part.view(1, -1, 1, 1, 1) for part in (vae.latents_mean, vae.latents_std))
+    with torch.no_grad():
+        expected = vae.decode(got["latent"]["samples"] * std + mean, return_dict=False)[0] / 2 + 0.5
+    torch.testing.assert_close(got["frames"], expected.clamp(0, 1)[0].movedim(0, -1), atol=BOUND, rtol=0)
+
+
+def test_the_line_under_the_loader_names_the_model(host, build, node_texts):
+    host.run(build(**OURS))
+    assert any(text.startswith("SANA-Video 2.0-5B, NVIDIA's layout") for _, text, *_ in node_texts)
+
+
+@pytest.mark.parametrize("dialect", ["PEFT", "kohya", "ComfyUI"])
+def test_a_lora_changes_every_kind_of_layer(host, build, tensors, dialect):
+    """As a file with the changed weights."""
+    layers = {"attn1.to_gate": "attn.output_gate", "attn2.to_q": "cross_attn.q_linear", "ff.up_proj": "mlp.up_proj"}
+    lora, changed = {}, dict(tensors)
+    torch.manual_seed(1)
+    for block in (2, 3):
+        for ours, theirs in layers.items():
+            weight = tensors[f"blocks.{block}.{theirs}.weight"]
+            down, up = torch.randn(2, weight.shape[1]) * 0.1, torch.randn(len(weight), 2) * 0.1
+            changed[f"blocks.{block}.{theirs}.weight"] = weight + up @ down
+            layer = f"transformer_blocks.{block}.{ours}"
+            if dialect == "kohya":
+                layer = f"lora_unet_{layer.replace('.', '_')}"
+                lora |= {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+                lora[f"{layer}.alpha"] = torch.tensor(2.0)
+            else:
+                prefix = "transformer" if dialect == "PEFT" else "diffusion_model"
+                lora |= {f"{prefix}.{layer}.lora_A.weight": down, f"{prefix}.{layer}.lora_B.weight": up}
+    file = layouts.save(lora, host.models / "loras" / "video2.safetensors")
+    got = host.run(through(build(**OURS), "SanaNodesLoraLoader", lora_name=file.name, strength_model=1.0))
+    file.unlink()
+    expected = nvidia_video2.text_to_video(changed, next(noises()), prompts_of(got), 6, 8.0, HEADS)
+    plain = nvidia_video2.text_to_video(tensors, next(noises()), prompts_of(got), 6, 8.0, HEADS)
+    assert relative(got["latent"]["samples"], expected) < STEPS_BOUND < 1e-3 < relative(plain, expected)
+
+
+@pytest.mark.parametrize("options", [{"weight_dtype": "fp8_e4m3fn"}, {"quantise": "int8"}], ids=str)
+def test_a_model_in_8_bits_makes_nearly_the_video(host, build, options):
+    graph = build(**OURS)
+    expected = host.run(graph)["latent"]["samples"]
+    graph["load"][1].update(options)
+    got = host.run(graph)["latent"]["samples"]
+    assert 0 < (got - expected).norm() / expected.norm() < 0.5
+
+
+@pytest.mark.parametrize("preview", [False, True])
+def test_a_saved_model_loads_again(host, build, preview):
+    defaults = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
+    graph = build(None, preview, **defaults)
+    expected = host.run(graph)["latent"]["samples"]
+    host.run({"load": graph["load"], "save": ("ModelSave", {"model": ["load", 0], "filename_prefix": f"v2/{preview}"})})
+    (file,) = host.output.glob(f"v2/{preview}*.safetensors")
+    again = shutil.move(file, host.models / "diffusion_models" / "again.safetensors")
+    graph["again"] = ("SanaNodesModelLoader", {"model_name": "again.safetensors"})
+    graph["sample"][1]["model"] = ["again", 0]
+    assert torch.equal(host.run(graph)["latent"]["samples"], expected)
+    again.unlink()
+
+
+def test_cancel_ends_it_before_the_next_step(host, build, monkeypatch):
+    import comfy.model_management as management
+
+    seen = []
+
+    def callback(*args, **kwargs):
+        seen.append(args)
+        management.interrupt_current_processing()
+
+    monkeypatch.setattr("comfy.utils.ProgressBar.update_absolute", callback)
+    with pytest.raises(InterruptedError):
+        host.run(build(**OURS))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
+def test_a_video_is_the_same_in_every_state_of_memory(host, build, short_memory, state):
+    expected = host.run(build(**OURS))["latent"]["samples"]
+    short_memory(state, 1_000_000)
+    assert torch.equal(host.run(build(**OURS))["latent"]["samples"], expected)
+
+
+@pytest.mark.parametrize("state", ["fits", "half fits", "--novram", "dynamic VRAM, half fits"])
+def test_the_released_sizes_run_on_a_card(host, monkeypatch, tmp_path, state):
+    """Its sizes without numbers, on a card that is not there, where devices that mix raise; a time for each frame."""
+    with torch.device("meta"):
+        whole = SanaVideo2Transformer3DModel(num_layers=4)
+    file = layouts.sparse(whole, tmp_path / "video.safetensors")
+    with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
+        patcher = load_model(patched, file)
+        prompts = pack("nodes.host.sampling.prompts")
+        prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
+        x, mask = torch.empty(2, 128, 3, 4, 6, device=CARD), torch.ones(2, 128, 3, 4, 6, device=CARD)
+        context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())
+        both, sigma = prompts.PromptBatch([prompt, prompt]), torch.empty(2, device=CARD)
+        out = patcher.model.apply_model(x, sigma, c_crossattn=context, prompt=both, denoise_mask=mask)
+        assert out.device == CARD and out.shape == x.shape
