@@ -283,12 +283,15 @@ class Trainer:
                 if self.ranks.launched and self.ranks.first:
                     log_line(describe_layout(self.layout, self.parameters, self.device))
                 with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
-                    self.resume()
-                    self.run_steps()
+                    try:
+                        self.resume()
+                        self.run_steps()
+                    finally:
+                        self.log.close()
                 return self.finish()
             finally:
-                self.log.close()
-                # The encoders of streamed data refer to this trainer. Without the cycle its memory is freed at once.
+                # The encoders of streamed data refer to this trainer, which holds the data. Clearing it breaks the
+                # cycle, so the GPU's memory is freed at once.
                 self.data = ()
 
     # The folder
@@ -863,6 +866,10 @@ class Trainer:
                 self.best, self.validated = self.best._replace(step=0), None
             self.saved = -1
             raise
+        finally:
+            # The error's traceback has this frame, and the job has the error. Without this, the model would stay in
+            # memory until the garbage collector runs.
+            completing = None
 
     def gather_and_export(self, part: Path) -> None:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""

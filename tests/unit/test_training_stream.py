@@ -1,5 +1,7 @@
 """A run that encodes each picture when it is learnt is the run over a cache, and keeps nothing of the pictures."""
 
+import contextlib
+import errno
 import gc
 import tarfile
 import weakref
@@ -13,7 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from trained import difference, lines_of, same
 
-from sana_core.training import cache, trainer
+from sana_core.errors import SanaError
+from sana_core.training import cache, states, trainer
 from sana_core.training.autofit import rank_memory
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
@@ -59,8 +62,13 @@ def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settin
     assert saved[0] == 1 < saved[1]
 
 
-def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, monkeypatch):
+@pytest.mark.parametrize("ending", ["finished", "a full disk"])
+def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, monkeypatch, ending):
     """On a GPU the memory would stay taken after a training in ComfyUI."""
+
+    def no_space(*values):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     models, real = [], trainer.Trainer.set_up
 
     def set_up(self, transformer, *values):
@@ -71,7 +79,12 @@ def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, 
     gc.collect()
     gc.disable()
     try:
-        trainer.train(settings("freed", method=Method("full")))
+        if ending == "finished":
+            trainer.train(settings("freed", method=Method("full")))
+        else:
+            monkeypatch.setattr(states, "put_state", no_space)
+            with contextlib.suppress(SanaError):
+                trainer.train(settings("freed", method=Method("full")))
         assert [model() for model in models] == [None]
     finally:
         gc.enable()
