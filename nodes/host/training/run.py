@@ -214,25 +214,25 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     management, device = comfy.model_management, model.load_device
     poll = management.throw_exception_if_processing_interrupted
     view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase))
-    base = read_base(settings, poll, lambda text: view.status(text, True))
-    plan = plan_training(settings, base, accelerator=device.type != "cpu")
-    # Other models stay loaded if the run has enough room without their memory.
-    management.free_memory(memory_to_free(plan), device)
-    management.soft_empty_cache()
-    if device.type != "cpu":
-        memory = management.get_total_memory(device)
-        fit = describe_fit(settings, base, plan, memory)
-        # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
-        (logger.info if plan.card <= memory else logger.warning)(fit)
-        seconds = measured_seconds(settings, base, device, newest_step(settings))
-        view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
-    # ComfyUI runs nodes in inference mode, and its tensors cannot have gradients. The run creates all of its tensors.
-    with torch.inference_mode(False), torch.enable_grad():
-        try:
+    try:
+        base = read_base(settings, poll, lambda text: view.status(text, True))
+        plan = plan_training(settings, base, accelerator=device.type != "cpu")
+        # Other models stay loaded if the run has enough room without their memory.
+        management.free_memory(memory_to_free(plan), device)
+        management.soft_empty_cache()
+        if device.type != "cpu":
+            memory = management.get_total_memory(device)
+            fit = describe_fit(settings, base, plan, memory)
+            # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
+            (logger.info if plan.card <= memory else logger.warning)(fit)
+            seconds = measured_seconds(settings, base, device, newest_step(settings))
+            view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
+        # ComfyUI runs nodes in inference mode, and its tensors have no gradients. The run creates all of its tensors.
+        with torch.inference_mode(False), torch.enable_grad():
             file = train(settings, view.report, view.progress, poll, view.show)
-        except management.InterruptProcessingException:
-            view.stop(newest_step(settings))
-            raise
+    except management.InterruptProcessingException:
+        view.stop(newest_step(settings))
+        raise
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
     said = f"{len(losses)} steps{', ' + view.validation if view.validation else ''}"
