@@ -119,12 +119,11 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
 def plan_lines(
     settings: TrainingSettings, card: float | None, cards: int = 1, report: Callable[[str], None] | None = None
 ) -> list[str]:
-    """Return the table of a run's stages, how long its steps take, and whether they fit a GPU of `card` GiB or this
-    machine's; of several `cards`, or of one with a sharded or offloaded model, what each takes in every arrangement.
-    `report` is told what is counted.
+    """Return the table of a run's stages, the time of its steps, and whether they fit a GPU of `card` GiB.
 
-    If the model's files do not exist and its name is the name of a released model, the plan is for that model. Raises
-    as `read_base` and `check_base` do, and InputError for a GPU that is none and too many of them.
+    Without `card`, the GPU is this machine's. For several `cards`, or a sharded or offloaded model, the table has every
+    kind of parallel training. `report` receives the name of each case that is counted. If the model's files do not
+    exist and its name is the name of a released model, the plan is for that model.
     """
     from ..checkpoints.files import readable
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
@@ -138,6 +137,10 @@ def plan_lines(
 
     if card is not None:
         check_number("card", card, 1, 10_000)
+    check_whole("cards", cards, 1, 4096)
+    several = cards > 1 or settings.parallel.kind != DDP
+    if several:
+        check_steps(settings, cards)
     variant, lines = released_variant(settings.model), []
     with readable(Path(settings.model)):
         is_here = Path(settings.model).exists()
@@ -148,20 +151,18 @@ def plan_lines(
         base = released_base(variant, report=report)
         lines = [f"{Path(settings.model).name} is not downloaded: planned as the released {variant}", ""]
     room = None if card is None else card * 2**30
-    # a plan may be made where there is no GPU
+    # A machine without a GPU can plan too.
     if room is None and current_accelerator() is not None and settings.device != "cpu":
         room = memory_info(chosen_device(settings.device))[1]
     plan = plan_training(settings, base)
-    check_whole("cards", cards, 1, 4096)
     lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
-    if cards > 1 or settings.parallel.kind != DDP:
-        check_steps(settings, cards)
+    if several:
         return [*lines, *arrangement_lines(settings, base, cards, room)]
     return [*lines, *fit_lines(settings, base, plan, room)]
 
 
 def warn_of_memory(settings: TrainingSettings) -> None:
-    """Write a line where the accelerator that will train has less memory than that takes."""
+    """Write a line if the accelerator has less memory than the training needs."""
     from ..runtime.accelerator import chosen_device, memory_info
     from ..training.plan import plan_training, read_base
     from ..training.settings import CONSISTENCY

@@ -312,7 +312,11 @@ def run(inputs, work, tmp_path, monkeypatch):
             except SystemExit as ended:
                 status = ended.code
         lines = [line.strip() for line in re.split(r"[\r\n]", error.getvalue())]
-        errors = [line for line in lines if line and not re.match(r"checking |\d+ of \d+ |text: |images: |step ", line)]
+        errors = [
+            line
+            for line in lines
+            if line and not re.match(r"checking |counting |\d+ of \d+ |text: |images: |step ", line)
+        ]
         paths = sorted(path for path in Path().rglob("*") if path.is_file())
         # Files with times in them, and videos, count by their names.
         files = [(str(path), "" if path.suffix in (".jsonl", ".mp4", "") else digest(path)) for path in paths]
