@@ -20,7 +20,7 @@ from demo.captions import prompt, random_caption
 from demo.world import combinations, training_scenes
 
 MODEL, SIDE, STEPS = ROOT / "demo" / "sana-posters", 512, 4
-# Prompts unlike the captions in training: capitals, punctuation, other scripts, unknown words, no words, too many words.
+# Prompts unlike the captions in training: capitals, punctuation, other scripts, unknown words, none, too many.
 OTHERS = [
     "",
     " \n",

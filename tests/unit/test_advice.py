@@ -128,7 +128,7 @@ def test_a_faster_gpu_and_a_smaller_image_take_less_time():
 
 
 def test_a_download_is_the_sum_of_its_files():
-    files = ("Sana_1600M_1024px_BF16.safetensors", advice.GEMMA, advice.DC_AE)
+    files = ("Sana_1600M_1024px_BF16.safetensors", advice.GEMMA_FILE, advice.DC_AE)
     assert advice.STANDARD.download == pytest.approx(sum(DOWNLOADS[name].gigabytes for name in files))
     # Each listed size is the size of the weights: bf16, and float32 for the VAE.
     for model in advice.MODELS:

@@ -36,6 +36,7 @@ def test_the_instruction_and_the_librarys_defaults_are_asked(checkpoint, monkeyp
 
 def test_a_name_that_a_png_could_not_hold_is_refused(checkpoint, tmp_path):
     folder = tmp_path / os.fsdecode(b"model \xff")
+    folder.symlink_to(checkpoint)
     with pytest.raises(
         InputError, match="^checkpoint: contains half a character .* at position 6; rename that file or"
     ):

@@ -675,7 +675,10 @@ def test_a_disk_error_drops_the_images_that_wait():
             torch.OutOfMemoryError("CUDA out of memory.\nMore"),
             "memory ran out (OutOfMemoryError: CUDA out of memory.); ",
         ),
-        (RuntimeError("CUDA error: no\nMore"), "the device has failed (RuntimeError: CUDA error: no); see the log"),
+        (
+            RuntimeError("CUDA error: no\nMore"),
+            "the device has failed (RuntimeError: CUDA error: no); check the log of its driver",
+        ),
     ],
 )
 def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said):

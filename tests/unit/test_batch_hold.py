@@ -188,5 +188,5 @@ RECORD = {"run": "a", "machine": "b", "since": "2026-01-02 03:04:05", "beat": 1}
 def test_a_record_that_is_damaged_is_named(tmp_path, content):
     (tmp_path / OWN).mkdir()
     (tmp_path / OWN / "holder.json").write_text(content)
-    with pytest.raises(OSError, match="holder.json: damaged; remove .sana-batch if no run is at work"):
+    with pytest.raises(OSError, match="holder.json: damaged; remove .sana-batch if no run is using the folder"):
         hold(tmp_path).__enter__()

@@ -131,7 +131,7 @@ def test_a_reader_that_goes_ends_the_batch_quietly_and_the_next_goes_on(checkpoi
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(120) == 128 + 13 and process.stderr.read() == b""
-    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
+    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["images"]
     assert 1 < len(listed) < 300 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
     closed = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "sana_core", "batch", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -150,7 +150,7 @@ def test_a_signal_ends_a_batch_tidily(checkpoint, tmp_path, number, status):
     _, err = process.communicate()
     assert process.returncode == status, err
     assert err == ("\nstopped; all files that were listed are complete\n" if number == signal.SIGINT else "")
-    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["pictures"]
+    listed = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["images"]
     assert 3 <= len(listed) < 1000 and len(list((tmp_path / "out").iterdir())) == len(listed) + 1
 
 

@@ -69,12 +69,12 @@ def decode_in_strips(model, latents, strip, columns=None):
 @torch.no_grad()
 def test_strips_and_panels_give_the_library_s_pixels(model, height, width):
     latents = noise(1, 32, height, width, seed=height * 10 + width)
-    undivided = decode_latents(model, latents, method="whole")
-    assert torch.equal(undivided, undivided(model, latents))
-    assert relative(undivided, model.decode(latents).sample) <= CLOSE
+    whole_decode = decode_latents(model, latents, method="whole")
+    assert torch.equal(whole_decode, undivided(model, latents))
+    assert relative(whole_decode, model.decode(latents).sample) <= CLOSE
     for strip in (1, CASES.randint(2, 7), 40):
         for columns in (None, 1, 8):
-            assert relative(decode_in_strips(model, latents, strip, columns), undivided) <= CLOSE, (strip, columns)
+            assert relative(decode_in_strips(model, latents, strip, columns), whole_decode) <= CLOSE, (strip, columns)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ def test_their_numbers_are_as_near_the_truth_as_plain_torch_s(chosen):
     run_interpreted("tests/unit/kernel_numbers.py", *chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_split_members_may_have_different_kernels_and_inputs_keep_their_values():
     run_interpreted("tests/unit/kernel_contracts.py")
