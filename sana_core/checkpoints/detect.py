@@ -225,7 +225,8 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         inner = classify(inner_names.keys() - {SAVED_CONFIG})
         if len(inner_names) == len(names) and inner[0] not in ("other", "lora"):
             names, (kind, layout, origins) = inner_names, inner
-    is_long = kind == "video_transformer" and is_longsana(file, config)
+    is_causal = (config or {}).get("_class_name") == CAUSAL_CLASS or any(x in file.stem.lower() for x in LONG_NAMES)
+    is_long = kind == "video_transformer" and is_causal
     if is_long:
         kind = "other"
     headers = {}
@@ -308,11 +309,6 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         reference=reference,
         notes=tuple(notes),
     )
-
-
-def is_longsana(file: Path, config: Json | None) -> bool:
-    """Whether a transformer with the tensors of SANA-Video is LongSANA's, by its configuration or its file's name."""
-    return (config or {}).get("_class_name") == CAUSAL_CLASS or any(name in file.stem.lower() for name in LONG_NAMES)
 
 
 def is_config_of(config: object, kind: str) -> bool:

@@ -79,7 +79,7 @@ class VideoModel(NamedTuple):
     """A SANA-Video model."""
 
     name: str
-    channels: int  # of the latents
+    channels: int  # channels of the latents
     downscale: int  # pixels of a latent cell's side
     stride: int  # frames per latent frame, but the first latent frame has one frame
     patch: int  # latent cells of a patch's side

@@ -228,8 +228,8 @@ def test_a_video_is_the_same_in_every_state_of_memory(host, build, short_memory,
 def test_the_released_sizes_run_on_a_card(host, monkeypatch, tmp_path, state):
     """Its sizes without numbers, on a card that is not there, where devices that mix raise; a time for each frame."""
     with torch.device("meta"):
-        whole = SanaVideo2Transformer3DModel(num_layers=4)
-    file = layouts.sparse(whole, tmp_path / "video.safetensors")
+        transformer = SanaVideo2Transformer3DModel(num_layers=4)
+    file = layouts.sparse(transformer, tmp_path / "video.safetensors")
     with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
         patcher = load_model(patched, file)
         prompts = pack("nodes.host.sampling.prompts")

@@ -8,14 +8,14 @@ from sana_core.video.memory import plan_video
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-@pytest.mark.parametrize("given", [False, True])
-def test_a_forward_takes_what_is_planned(name, given):
+@pytest.mark.parametrize("first_frame", [False, True])
+def test_a_forward_takes_what_is_planned(name, first_frame):
     model = VIDEOS[name]
-    kept = 2 * model.layers * 300 * model.width * 2
-    planned = plan_video(name, *model.size)["transformer"]["activations"] // 2 - kept
+    prepared = 2 * model.layers * 300 * model.width * 2
+    planned = plan_video(name, *model.size)["transformer"]["activations"] // 2 - prepared
     # Blocks run one after another. Only the last group of SANA-Video 2.0 reads the states of all groups.
     layers = model.layers if model.is_video2 else 2
-    assert abs(count(name, 1, given, layers)["bytes"] / planned - 1) < 0.05
+    assert abs(count(name, 1, first_frame, layers)["bytes"] / planned - 1) < 0.05
 
 
 def test_480p_fits_8_gb_with_one_prompt_at_a_time():
