@@ -70,7 +70,7 @@ def load_whole(
 ) -> io.NodeOutput:
     """Return MODEL, CLIP and VAE of the whole model of that name, and describe the MODEL under the node.
 
-    The options are those of `load_model`.
+    The options are the options of `load_model`.
     """
     from ..sana_core.checkpoints import inspect_checkpoint
     from ..sana_core.checkpoints.generation import checkpoint_notes

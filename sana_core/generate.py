@@ -49,7 +49,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class InputOptions(TypedDict, total=False):
-    """What images can be generated from besides prompts and seeds, on devices of this machine."""
+    """Inputs of images in addition to prompts and seeds. Only devices of this machine accept them."""
 
     prompt_embeds: torch.Tensor | None
     prompt_attention_mask: torch.Tensor | None
@@ -177,7 +177,7 @@ def make_request(
     on_cluster: bool,
     options: Options,
 ) -> Request:
-    """Return what is generated. Raises InputError for inputs that do not fit the model, the settings or each other."""
+    """Return the checked request. Raises InputError if inputs do not fit the model, the settings or each other."""
     texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
     inputs: Json = {**options}
     embeds = Embeds(*map(inputs.get, Embeds._fields))

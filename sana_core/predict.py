@@ -31,12 +31,12 @@ def predict_velocity(
 ) -> torch.Tensor:
     """Return the velocity noise - x0 [B, 32, h, w] of the latents `x` [B, 32, h, w], in one call.
 
-    It is what the reference of `transformer` computes, NVIDIA's code or diffusers'. `timestep` [B] is 1000 sigma, from
-    0 to 1000; `embeds` [B, T, C] and `mask` [B, T] are the prompts; `guidance` [B] is the guidance scale of SANA-Sprint
-    models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are the control image's, in
-    the scale of `x`. SANA-Video takes `x` [B, C, T, h, w], and may have a time for each frame, `timestep` [B, T]; no
-    ControlNet steers it. Raises InputError for a ControlNet of another width, latents of another shape than `x`, and
-    for only one of both control arguments.
+    The arithmetic follows the reference of `transformer`: NVIDIA's code or diffusers'. `timestep` [B] is 1000
+    sigma, from 0 to 1000; `embeds` [B, T, C] and `mask` [B, T] are the prompts; `guidance` [B] is the guidance
+    scale of SANA-Sprint models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are
+    the control image's, in the scale of `x`. SANA-Video takes `x` [B, C, T, h, w], and may have a time for each
+    frame, `timestep` [B, T]; no ControlNet steers it. Raises InputError for a ControlNet of another width, latents
+    of another shape than `x`, and for only one of both control arguments.
     """
     if (controlnet is None) != (control_latents is None):
         raise InputError("control_latents: got one of controlnet and control_latents, expected both; or give none")

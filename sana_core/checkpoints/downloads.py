@@ -1,4 +1,4 @@
-"""The released files that templates and errors name: what they are called here, how large they are, where they are."""
+"""The released files that templates and errors name: file names, sizes and URLs."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ BLOCK_NAMES = {
     "mlp.inverted_conv.conv": ("ff.conv_inverted",),
     "mlp.depth_conv.conv": ("ff.conv_depth",),
     "mlp.point_conv.conv": ("ff.conv_point",),
-    "mlp.t_conv": ("ff.conv_temp",),  # of SANA-Video
-    # of SANA-Video 2.0
+    "mlp.t_conv": ("ff.conv_temp",),  # SANA-Video only.
+    # SANA-Video 2.0 only.
     "attn.output_gate": ("attn1.to_gate",),
     "attn.beta_proj": ("attn1.to_beta",),
     "attn.o_norm": ("attn1.norm_out",),

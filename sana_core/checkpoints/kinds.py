@@ -46,7 +46,7 @@ class CheckpointKind(NamedTuple):
 
     # The name in descriptions, as in "a DC-AE".
     title: str
-    # What an error says if a file of this kind was expected: its name, and where to get one.
+    # For errors that expected a file of this kind: its name, and where to get one.
     wanted: str = ""
     remedy: str = ""
     # The subfolder of a diffusers folder.

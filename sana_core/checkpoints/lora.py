@@ -162,7 +162,7 @@ def misfit_error(file: str, total: int, misfits: Mapping[str, str]) -> InputErro
 
 
 def listed(misfits: Mapping[str, str]) -> str:
-    """Return the first of the layers that do not fit, each with what is wrong where its name is known."""
+    """Return the names of the first layers that do not fit, with the reason if the layer exists in the model."""
     first = [f"{name} ({why})" if why else name for name, why in sorted(misfits.items())[:SHOWN]]
     return brief(", ".join(first), LONGEST) + (", ..." if len(misfits) > SHOWN else "")
 
@@ -205,7 +205,7 @@ def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Json) ->
         raise KeyError(layer)
     scale = file_scale(parts, layer, settings)
     own = {part: tensor for part, tensor in parts.items() if part not in ("alpha", "dora_scale")}
-    # beside PEFT's magnitudes it is what ComfyUI's loaders want of them, for one base model
+    # Beside PEFT's magnitudes, dora_scale is only their form for ComfyUI's loaders and one base model.
     if "dora_scale" in parts and ROWS not in parts:
         magnitudes = parts["dora_scale"]
         own[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
@@ -239,7 +239,7 @@ def adapted(weight: torch.Tensor, adapter: Adapter, strength: float = 1.0) -> to
 
 
 def dora_scale(weight: torch.Tensor, changed: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """Return what ComfyUI's loaders want for the `magnitudes` m of the rows of `changed`, W + BA.
+    """Return ComfyUI's form of the `magnitudes` m of the rows of `changed`, W + BA.
 
     The weight is to be m (W + BA) / |W + BA|. ComfyUI computes s (W + BA) / |W| (comfy/weight_adapter/base.py,
     weight_decompose), so its s is m |W| / |W + BA|.
@@ -279,9 +279,9 @@ def tucker(core: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch
 
 
 def file_scale(parts: Tensors, layer: str, settings: Json) -> float:
-    """Return what the file's program multiplies the product of a layer's `parts` by.
+    """Return the factor by which the trainer multiplies the product of a layer's `parts`.
 
-    LyCORIS leaves a LoKr of two whole matrices as it is, PEFT scales that too. Raises RuntimeError for several alphas,
+    LyCORIS does not scale a LoKr of two full matrices. PEFT does. Raises RuntimeError for several alphas,
     IndexError for a part without rows.
     """
     rank: float | None = next((parts[part].shape[0] for part in RANKED if part in parts), None)
@@ -295,7 +295,7 @@ def file_scale(parts: Tensors, layer: str, settings: Json) -> float:
 
 
 def of_layer(settings: Json, field: str, layer: str) -> float | None:
-    """Return PEFT's alpha or rank of `layer`: of the first pattern that its name ends with, else that of all."""
+    """Return PEFT's alpha or rank of `layer`: of the first pattern that fits the end of its name, or the default."""
     for pattern, value in (settings.get(f"{field}_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value

@@ -22,7 +22,7 @@ from ..runtime.text import brief, shown
 from .files import REDOWNLOAD, opened
 
 LARGEST_PICKLE = 16_000_000
-# of the pickle; a tensor takes about 25
+# Operations of a pickle. A tensor needs about 25.
 MOST_OPERATIONS = 1_000_000
 MOST_MEMBERS = 100_000
 MOST_DIMENSIONS = 16
@@ -34,7 +34,7 @@ ARCHIVE_END_SIZE = 22
 LENGTHS, MEMBER_HEADER = 26, 30
 TENSOR, PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 SIZE, DICT = "torch Size", "collections OrderedDict"
-# What a pickle of weights names, besides the storages and dtypes of torch.
+# Names that a pickle of weights may contain, in addition to the storages and dtypes of torch.
 NAMED = {DICT, SIZE, TENSOR, PARAMETER, "torch device"}
 # What numpy's arrays and numbers name. Their values are skipped.
 NUMPY = {

@@ -113,7 +113,7 @@ def columns(rows: list[list[str]]) -> list[str]:
 
 
 def find_cost(arguments: argparse.Namespace, dtype: torch.dtype) -> Cost:
-    """Return what sharing takes and gains. Raises InputError without a link where this machine has no two devices."""
+    """Return the cost of sharing an image. Raises InputError without a link if this machine has no two devices."""
     if arguments.link is not None:
         gpu, link = GPU_SPEEDS[arguments.link], LINKS[arguments.link]
     else:

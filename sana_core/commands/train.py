@@ -1,7 +1,7 @@
-"""Train a LoRA, DoRA, LoKr or all weights, as a TOML file says. Ctrl+C saves; the same command resumes.
+"""Train a LoRA, DoRA, LoKr or all weights with the settings of a TOML file. Ctrl+C saves. The same command resumes.
 
-With --plan it only says what memory and time that takes, and what settings fit. Started by torchrun or accelerate
-launch, several processes train one model, as [parallel] in the file says.
+--plan only predicts memory and time, and names settings that fit. If torchrun or accelerate launch starts several
+processes, they train one model, with the settings in [parallel].
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
-    """Train as one of `ranks`, of which the first says how it goes."""
+    """Train as one of `ranks`. The first rank shows the progress."""
     from ..training.run_log import Eta, describe_validation
     from ..training.trainer import ignore, train
     from .log_writers import tensorboard_writer, wandb_writer

@@ -30,26 +30,26 @@ VARIANTS = {
 }
 HEAD_DIM = 32
 VIDEO_HEAD_DIM = 112
-# inner width: heads of the cross-attention
+# {inner width: heads of the cross-attention}
 CROSS_HEADS = {1152: 16, 2240: 20}
-# by the number of blocks: the one whose attention NVIDIA perturbs (pag_applied_layers in configs/sana_app_config, and
-# its default in diffusion/utils/config.py for SANA-1.5 4.8B)
+# {number of blocks: block whose attention NVIDIA perturbs} (pag_applied_layers in configs/sana_app_config, and its
+# default in diffusion/utils/config.py for SANA-1.5 4.8B).
 PERTURBED_BLOCKS = {20: 8, 28: 14, 60: 8}
 
 # From this many times more or fewer pixels than in training, images fall apart.
 FAR = 2.5
-# pixels of the square images that models were trained at; where nothing tells it, it is DEFAULT_RESOLUTION
+# Sides in pixels of the square images in training. DEFAULT_RESOLUTION is assumed if a file does not show its size.
 RESOLUTIONS = (512, 1024, 2048, 4096)
 DEFAULT_RESOLUTION = 1024
-# from here on models have a position embedding, with that many pixels at interpolation scale 1
+# Models of this side and larger have a position embedding. It has interpolation scale 1 at this side.
 POSITIONED = 2048
-# the schedule's shift, and that of other resolutions
+# The shift of the schedule, and of resolutions with another shift.
 SHIFT, SHIFTS = 3.0, {4096: 6.0}
-# of NVIDIA's SANA 0.6B at 1024 px, whose ControlNet steers it (configs/sana_app_config/Sana_600M_app.yaml,
-# configs/sana_config/1024ms/Sana_600M_img1024.yaml); diffusers' folders of it say 3
+# The shift of NVIDIA's SANA 0.6B at 1024 px, which has a ControlNet (configs/sana_app_config/Sana_600M_app.yaml,
+# configs/sana_config/1024ms/Sana_600M_img1024.yaml). diffusers' folders of this model have shift 3.
 NVIDIA_SHIFTS = {("0.6B", 1024): 4.0}
 
-# SANA-Sprint's angles of TrigFlow: pi / 2 rounded up, which is pure noise, and the second of two steps
+# SANA-Sprint's angles of TrigFlow: pi / 2 rounded up, which is pure noise, and the angle of the second of two steps.
 MAX_TIMESTEP = 1.57080
 INTERMEDIATE_TIMESTEP = 1.3
 
@@ -64,7 +64,7 @@ class Defaults(NamedTuple):
 
 # SANA's demo and diffusers' pipelines have this guidance.
 GUIDANCE = 4.5
-# the sampler of SANA-Sprint, which was distilled for it
+# SANA-Sprint was distilled for this sampler.
 SPRINT = "scm"
 # the sampler of SANA-Video 2.0's preview in 4 steps, which was distilled for it (diffusion/scheduler of NVlabs/Sana)
 DMD = "flow_dmd"
@@ -185,14 +185,14 @@ DECODERS = {
     "dc-ae-f32c32": Decoder(WIDTHS, (3, 3, 3, 3, 3, 3), 3, 2, False, 159_223_171),
     "dc-ae-lite-f32c32": Decoder(WIDTHS, (0, 3, 5, 4, 4, 4), 6, 1, True, 268_154_124),
 }
-ENCODER_PARAMETERS = 153_027_104  # of either
+ENCODER_PARAMETERS = 153_027_104  # Both decoders have the same encoder.
 DC_AE_SCALE = 0.41407  # what latents are multiplied by
 
 GEMMA_WIDTHS = {2304: "gemma-2-2b", 3584: "gemma-2-9b", 4608: "gemma-2-27b"}
-GEMMA_HEAD_DIM = 256  # of 2B and 9B
-# of gemma-2-2b, without the layer over its tokens
+GEMMA_HEAD_DIM = 256  # The same in 2B and 9B.
+# gemma-2-2b, without the layer that predicts tokens.
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_PARAMETERS = 2304, 9216, 2_614_341_888
-MAX_TOKENS = 300  # of a prompt
+MAX_TOKENS = 300  # Tokens of a prompt.
 
 # height / width to (width, height) at 1024 pixels, 40 shapes of about one area; the other resolutions are multiples
 # (SANA's training buckets, diffusion/data/datasets/utils.py)
@@ -263,7 +263,7 @@ OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
 
 def variant_name(found: Architecture) -> str:
-    """Return the name in VARIANTS, or one that says how the model differs."""
+    """Return the name in VARIANTS, or a name that describes the difference."""
     names = [name for name, known in VARIANTS.items() if known == found]
     return names[0] if names else f"custom-{found.width}x{found.layers}"
 
@@ -289,7 +289,7 @@ class TransformerConfig(Protocol):
     num_attention_heads: int
     attention_head_dim: int
     caption_channels: int
-    patch_size: int  # of SANA-Video three, for frames, rows and columns
+    patch_size: int  # SANA-Video has three: frames, rows and columns.
     qk_norm: str | None
     guidance_embeds: bool
     guidance_embeds_scale: float
@@ -308,7 +308,7 @@ def video_model(config: TransformerConfig) -> VideoModel:
 
 
 def perturbed_block(layers: int) -> int:
-    """Return the block whose self-attention PAG perturbs in a model of so many blocks."""
+    """Return the block whose self-attention PAG perturbs in a model of `layers` blocks."""
     return PERTURBED_BLOCKS.get(layers, round(0.4 * layers))
 
 

@@ -215,7 +215,7 @@ def joined(device: str) -> Iterator[Ranks]:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         except RuntimeError as error:
-            # The run has ended, with its result or with an error that says more.
+            # The run has ended, with its result or with a more specific error.
             logger.warning("training: the connection to the other ranks was not closed (%s)", first_line(error))
         finally:
             heartbeat.stop()

@@ -62,9 +62,9 @@ def grid(transformer: VideoTransformer, latent: tuple[int, ...]) -> tuple[int, .
 
 
 def rotation(dim: int, size: tuple[int, ...]) -> torch.Tensor:
-    """Return what pairs of a head's `dim` channels are multiplied by, complex64 [T, S, dim / 2].
+    """Return the rotations of the pairs of a head's `dim` channels, complex64 [T, S, dim / 2].
 
-    A third of them turns with the row, one with the column, and the rest, which is more, with the frame.
+    A third of the pairs depends on the row, a third on the column, and the rest, which is larger, on the frame.
     """
     side = 2 * (dim // 6)
     parts = []

@@ -1,6 +1,6 @@
-"""Bytes that a video takes, stage by stage, as memory.py has those of an image.
+"""Bytes of each stage of a video. memory.py has the bytes of an image.
 
-The decode is ComfyUI's, in chunks of frames; its bytes were counted on a GPU that was not there.
+ComfyUI decodes videos in chunks of frames. The bytes of its decode were counted on fake tensors.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .weights import read
 if TYPE_CHECKING:
     from ....sana_core.checkpoints import Checkpoint
 
-# of LTX-2's latents, and of its encoder's first layer
+# Channels of LTX-2's latents and of its encoder's first layer.
 CHANNELS = 128
 # diffusers' and Lightricks' names of the layers of LTX-2's VAE that double a video. The layers that halve it have the
 # suffix "_res".

@@ -39,7 +39,7 @@ def middle_frame(latents: torch.Tensor) -> torch.Tensor:
 
 
 def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
-    """Return the format of latents with so many channels: of Wan 2.1's VAE, or of LTX-2's."""
+    """Return the latent format of Wan 2.1's VAE or of LTX-2's, by the number of channels."""
     wan, ltx = comfy.latent_formats.Wan21, comfy.latent_formats.LTXV
     latents = wan() if channels == wan.latent_channels else ltx()
     latents.latent_rgb_factors_reshape = middle_frame
@@ -165,10 +165,10 @@ def video_latent(
     if first_image is None:
         return {"samples": samples, "downscale_ratio_spacial": base.facts.downscale}
     check_first(base.facts)
-    given = encode_first(vae, first_image, size, shape[0]).to(samples)
-    # what the samplers take for empty
+    first = encode_first(vae, first_image, size, shape[0]).to(samples)
+    # The samplers recognise these values as an empty latent.
     samples = base.latent_format.process_out(samples)
-    samples[:, :, :1] = given
+    samples[:, :, :1] = first
     mask = torch.ones((len(samples), 1, shape[1], 1, 1), device=device)
     mask[:, :, 0] = 0
     return {"samples": samples, "noise_mask": mask}
