@@ -46,10 +46,10 @@ class SanaNodesModelSwitch(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, use: str | None = CONNECTED):
-        known = [CONNECTED, *MODELS]
+        choices = [CONNECTED, *MODELS]
         # ComfyUI passes None for a link, whose value is checked when the node runs.
-        is_known = use is None or use in known
-        return is_known or f"use: got {use!r:.40}, expected one of {', '.join(known)}"
+        is_known = use is None or use in choices
+        return is_known or f"use: got {use!r:.40}, expected one of {', '.join(choices)}"
 
     @classmethod
     def fingerprint_inputs(cls, use: str | None = CONNECTED, **inputs) -> str:

@@ -144,10 +144,10 @@ def generate_best(
 
 def find_settings(options: Options) -> SamplingSettings:
     """Return the fields of SamplingSettings among `options`. Raises InputError for a name that is no option."""
-    known = Options.__annotations__
+    option_names = Options.__annotations__
     for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+        if name not in option_names:
+            near = difflib.get_close_matches(name, option_names, 1, 0.0)[0]
             raise InputError(f"{name:.40}: no option of generate; the nearest is {near}")
     given: Json = {**options}
     return SamplingSettings(**{name: given[name] for name in SamplingSettings._fields if name in given})

@@ -38,18 +38,18 @@ def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[st
     model: Link = ["1", 0]
     clip: Link = ["1", 1]
     if settings["pag_scale"]:
-        own = {"model": model, "scale": settings["pag_scale"], "blocks": settings["pag_blocks"]}
-        nodes["2"] = ("SanaNodesPAG", "SANA PAG", own)
+        inputs_of_node = {"model": model, "scale": settings["pag_scale"], "blocks": settings["pag_blocks"]}
+        nodes["2"] = ("SanaNodesPAG", "SANA PAG", inputs_of_node)
         model = ["2", 0]
     for number, lora in enumerate(settings.get("loras", ()), 10):
         strengths = {"strength_model": lora["strength"], "strength_clip": lora["strength"]}
-        own = {"model": model, "clip": clip, "lora_name": lora["file"], **strengths}
-        nodes[str(number)] = ("SanaNodesLoraLoader", "SANA Load LoRA", own)
+        inputs_of_node = {"model": model, "clip": clip, "lora_name": lora["file"], **strengths}
+        nodes[str(number)] = ("SanaNodesLoraLoader", "SANA Load LoRA", inputs_of_node)
         model, clip = [str(number), 0], [str(number), 1]
     start, end = settings["guidance_interval"]
     if (start, end) != (0, 1):
-        own = {"model": model, "start": start, "end": end}
-        nodes["3"] = ("SanaNodesGuidanceInterval", "SANA Guidance Interval", own)
+        inputs_of_node = {"model": model, "start": start, "end": end}
+        nodes["3"] = ("SanaNodesGuidanceInterval", "SANA Guidance Interval", inputs_of_node)
         model = ["3", 0]
     negative = settings["negative_prompt"]
     size = {"width": settings["width"], "height": settings["height"], "batch_size": 1}

@@ -235,13 +235,13 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         header = weights.headers[name]
         # The scales of quantised weights are not split, because `load_part` refuses such weights.
         if origin.parts > 1 and not name.endswith(SCALES):
-            rows, *others = header.shape or (1,)
+            rows, *columns = header.shape or (1,)
             if rows % origin.parts:
                 raise CheckpointError(
                     f"{shown(header.file)}: {brief(name)} has {rows} rows, expected {origin.parts} equal parts; use "
                     "another file"
                 )
-            header = header._replace(shape=(rows // origin.parts, *others))
+            header = header._replace(shape=(rows // origin.parts, *columns))
         headers[target], origins[target] = header, origin._replace(name=name)
     if kind in CHECKPOINT_KINDS and kind != "lora":
         check_tensors(shown(file), kind, headers)
@@ -331,10 +331,10 @@ def follow(checkpoint: Checkpoint, reference: str) -> Checkpoint:
         return checkpoint
     base = {name for name in checkpoint.origins if name.startswith(f"{BASE_BLOCK}.")}
     if checkpoint.reference == NVIDIA and not base:
-        whole = "download the whole .pth, or " if checkpoint.layout == "original" else ""
+        download_advice = "download the whole .pth, or " if checkpoint.layout == "original" else ""
         raise CheckpointError(
             f"{checkpoint.name}: got a ControlNet without the base model's first block (blocks.0), from which NVIDIA's "
-            f"starts; {whole}choose reference diffusers"
+            f"starts; {download_advice}choose reference diffusers"
         )
     unused = base if checkpoint.reference == DIFFUSERS else set()
     origins = {name: origin for name, origin in checkpoint.origins.items() if name not in unused}
@@ -366,8 +366,8 @@ def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
         return "autoencoder", "diffusers", same
     if "decoder.project_in.main.conv.weight" in names and any(name.endswith(".aggreg.0.0.weight") for name in names):
         return "autoencoder", "original", autoencoder_origins(names)
-    for layout, known in VIDEO_VAES:
-        if known <= names:
+    for layout, vae_names in VIDEO_VAES:
+        if vae_names <= names:
             return "video_autoencoder", layout, same
     bare = {name.removeprefix("model."): Origin(name) for name in names if not name.startswith(UNUSED_TEXT)}
     # Gemma 3 has the same norms, and also q_norm.
@@ -411,8 +411,8 @@ def relative(names: Iterable[str]) -> str:
 
 def foreign_model(headers: Mapping[str, Header]) -> str:
     """Return a description of a file that is not SANA's. An unknown file is described by its first three names."""
-    if known := relative(headers):
-        return known
+    if relative_name := relative(headers):
+        return relative_name
     stages = [int(match[1]) for name in headers if (match := DC_AE_STAGE.match(name))]
     first = next((header.shape for name, header in headers.items() if DC_AE_FIRST.fullmatch(name)), ())
     if stages and len(first) > 1:

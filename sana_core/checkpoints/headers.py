@@ -251,13 +251,13 @@ Reader = Callable[[Path, Collection[str]], dict[str, torch.Tensor]]
 
 def read_tensors(weights: Weights, names: Iterable[str], read: Reader = read_file) -> dict[str, torch.Tensor]:
     """Return the named tensors. `read` is called once for each file, with all names."""
-    wanted = {name: weights.headers[name].file for name in names}
-    files: dict[Path, Any] = {file: read(file, wanted.keys()) for file in dict.fromkeys(wanted.values())}
-    changed = [(name, file) for name, file in wanted.items() if name not in files[file]]
+    name_files = {name: weights.headers[name].file for name in names}
+    files: dict[Path, Any] = {file: read(file, name_files.keys()) for file in dict.fromkeys(name_files.values())}
+    changed = [(name, file) for name, file in name_files.items() if name not in files[file]]
     if changed:
         name, file = changed[0]
         raise CheckpointError(f"{shown(file)}: no tensor {brief(name)} any more, the file has changed; load it again")
-    return {name: files[file][name] for name, file in wanted.items()}
+    return {name: files[file][name] for name, file in name_files.items()}
 
 
 def tensor_bytes(weights: Weights, name: str, largest: int, owner: str) -> bytes:

@@ -129,14 +129,14 @@ def read_adapters(
 
     On the meta device only shapes are compared.
     """
-    settings, known = peft_settings(checkpoint), written_names(shapes)
+    settings, layer_names = peft_settings(checkpoint), written_names(shapes)
     found = FileAdapters({}, {}, {})
-    for written, own in split_layers(tensors).items():
-        layer, parts = known.get(written) or known.get(unwrapped_layer(written)), parts_of(own)
+    for written, layer_parts in split_layers(tensors).items():
+        layer, parts = layer_names.get(written) or layer_names.get(unwrapped_layer(written)), parts_of(layer_parts)
         if layer is None or parts is None:
-            found.others[written] = own
+            found.others[written] = layer_parts
             continue
-        for key, tensor in own.items():
+        for key, tensor in layer_parts.items():
             if not tensor.is_meta:
                 check_finite(checkpoint.name, key, tensor)
         try:
@@ -204,12 +204,12 @@ def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Json) ->
     if not all(tensor.numel() for tensor in parts.values()):
         raise KeyError(layer)
     scale = file_scale(parts, layer, settings)
-    own = {part: tensor for part, tensor in parts.items() if part not in ("alpha", "dora_scale")}
+    weights = {part: tensor for part, tensor in parts.items() if part not in ("alpha", "dora_scale")}
     # Beside PEFT's magnitudes, dora_scale is only their form for ComfyUI's loaders and one base model.
     if "dora_scale" in parts and ROWS not in parts:
         magnitudes = parts["dora_scale"]
-        own[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
-    adapter = Adapter(own, scale)
+        weights[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
+    adapter = Adapter(weights, scale)
     adapted(torch.empty(shape, device="meta"), adapter)
     return adapter
 

@@ -106,21 +106,21 @@ def read_pickled(
 
     `ema`: return the moving average of the weights.
     """
-    wanted = list_pickled(file, ema).tensors
+    listed_tensors = list_pickled(file, ema).tensors
     tensors: dict[str, torch.Tensor] = {}
     storages: dict[Storage, torch.UntypedStorage] = {}
     with opened(file) as (stream, size):
-        whole = map_storage(file, size) if mapped else None
-        for name, tensor in wanted.items():
+        mapped_file = map_storage(file, size) if mapped else None
+        for name, tensor in listed_tensors.items():
             if names is not None and name not in names:
                 continue
             storage = tensor.storage
             if storage not in storages:
                 end = storage.begin + storage.size
-                if whole is None or not storage.size:
+                if mapped_file is None or not storage.size:
                     storages[storage] = read_storage(file, stream, storage)
                 else:
-                    storages[storage] = whole[storage.begin : end]
+                    storages[storage] = mapped_file[storage.begin : end]
             empty = torch.empty(0, dtype=storage.dtype)
             tensors[name] = empty.set_(storages[storage], tensor.offset, tensor.shape, tensor.stride)
     return tensors

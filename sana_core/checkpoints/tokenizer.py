@@ -103,8 +103,8 @@ def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Token
     check_tokens(name, begin, processor.get_piece_size(), vocabulary)
 
     def find(token: str) -> int | None:
-        found = processor.piece_to_id(token)
-        return None if found == processor.unk_id() else found
+        piece_id = processor.piece_to_id(token)
+        return None if piece_id == processor.unk_id() else piece_id
 
     return Tokenizer(processor.encode, processor.decode, find, PAD_TOKEN, "spiece_model", content)
 

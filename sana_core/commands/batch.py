@@ -112,15 +112,15 @@ def generate_missing(
                 show(f"reading the images that are there: {count} of {len(workload.images)}")
 
         workload = workload._replace(done=folder.find_done(workload.images, show_checking))
-    there = len(workload.done)
+    existing = len(workload.done)
     if best:
         workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
-        there = len(workload.done) // best.of * best.keep
-    if there:
-        sys.stdout.write(f"{there} of {total} images exist\n")
+        existing = len(workload.done) // best.of * best.keep
+    if existing:
+        sys.stdout.write(f"{existing} of {total} images exist\n")
     started = time.monotonic()
     report, shared = WorkerReport(), held if arguments.out_shared else None
-    run = BatchRun(folder, Progress(total, there), report, str(arguments.checkpoint))
+    run = BatchRun(folder, Progress(total, existing), report, str(arguments.checkpoint))
     generated = generate_results(request._replace(workload=workload), cluster, described, report, shared, best)
     try:
         with noting_interrupts() as poll, closing(generated), Writers(run.write, default_threads()) as writers:
@@ -229,9 +229,9 @@ def generate_results(
                 yield Result(image, content)
         except SanaError:
             if cluster is not None:
-                there = len(workload.done) + sum(report.finished.values())
+                existing = len(workload.done) + sum(report.finished.values())
                 # Some images of an unfinished chunk may already be on disk.
                 show_status(
-                    f"at least {there} of {len(workload.images)} images exist; run the same command for the rest"
+                    f"at least {existing} of {len(workload.images)} images exist; run the same command for the rest"
                 )
             raise

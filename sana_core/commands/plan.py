@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.width = width if arguments.width is None else arguments.width
     arguments.height = height if arguments.height is None else arguments.height
     if is_video:
-        others = {"prompts": 1, "pag": False, "vae": VAE}
-        wrong = [name for name, default in others.items() if getattr(arguments, name) != default]
+        image_options = {"prompts": 1, "pag": False, "vae": VAE}
+        wrong = [name for name, default in image_options.items() if getattr(arguments, name) != default]
         if wrong:
             raise InputError(f"{wrong[0]}: got SANA-Video, expected a model of images; leave it out")
     elif arguments.frames is not None:

@@ -59,8 +59,8 @@ def run_block(
     `perturbed`: see `self_attention`.
     """
     modulation, constants, size, ops = inputs
-    own = modulation[:, i].unbind(1)
-    shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = own
+    modulations = modulation[:, i].unbind(1)
+    shift_attention, scale_attention, gate_attention, shift_forward, scale_forward, gate_forward = modulations
     kernels = constants.kernels
     hidden, states = add_then_norm(*carried, block.norm1, shift_attention, scale_attention, kernels)
     attended = self_attention(block.attn1, states, perturbed, constants.eps, kernels, ops)
@@ -243,11 +243,11 @@ def feed_forward(
     `size`: rows and columns of `states`. `edges`: how many rows at the top and at the bottom are only input of the
     convolution. The result does not have these rows.
     """
-    kept = slice(edges[0], size[0] - edges[1])
+    inner_rows = slice(edges[0], size[0] - edges[1])
     if states.device.type == "cpu" and "gated_depthwise" not in kernels:
         maps = states.unflatten(1, size).permute(0, 3, 1, 2)
         maps = F.silu(block.conv_inverted(maps), inplace=True)
-        maps, gate = block.conv_depth(maps)[:, :, kept].chunk(2, dim=1)
+        maps, gate = block.conv_depth(maps)[:, :, inner_rows].chunk(2, dim=1)
         return block.conv_point(maps * F.silu(gate)).flatten(2).transpose(1, 2)
     # The argument has no name here, so that the largest map is freed before the last product.
     gated = gated_depthwise(
@@ -271,8 +271,8 @@ def gated_depthwise(
             depth, maps, lambda weight, bias: silu_depthwise_gate(maps.contiguous(), weight.contiguous(), bias, edges)
         )
     if gated is None:
-        kept = slice(edges[0], maps.shape[1] - edges[1])
-        value, gate = depth(F.silu(maps, inplace=True).permute(0, 3, 1, 2))[:, :, kept].chunk(2, dim=1)
+        inner_rows = slice(edges[0], maps.shape[1] - edges[1])
+        value, gate = depth(F.silu(maps, inplace=True).permute(0, 3, 1, 2))[:, :, inner_rows].chunk(2, dim=1)
         del maps
         gated = (value * F.silu(gate)).permute(0, 2, 3, 1)
     return gated

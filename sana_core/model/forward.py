@@ -91,9 +91,11 @@ def pad_prompts(constants: Constants, length: int) -> Constants:
 
     With equal lengths, one compiled forward and its CUDA graphs serve all prompts.
     """
-    own = constants.keys[0]
-    bias = own.new_zeros(len(own), 1, 1, own.shape[2]) if constants.bias is None else constants.bias
-    more = length - own.shape[2]
+    first_keys = constants.keys[0]
+    bias = (
+        first_keys.new_zeros(len(first_keys), 1, 1, first_keys.shape[2]) if constants.bias is None else constants.bias
+    )
+    more = length - first_keys.shape[2]
     # The rows in memory have a multiple of 8 tokens, as in prompt_constants.
     bias = F.pad(F.pad(bias, (0, more), value=DROPPED), (0, -length % 8))[..., :length]
     keys, values = ([F.pad(part, (0, 0, 0, more)) for part in parts] for parts in (constants.keys, constants.values))

@@ -264,21 +264,22 @@ OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
 def variant_name(found: Architecture) -> str:
     """Return the name in VARIANTS, or a name that describes the difference."""
-    names = [name for name, known in VARIANTS.items() if known == found]
+    names = [name for name, architecture in VARIANTS.items() if architecture == found]
     return names[0] if names else f"custom-{found.width}x{found.layers}"
 
 
 def controlnet_name(found: Architecture) -> str:
     """Return the name of a ControlNet by the first model of its width."""
-    return f"{next((name for name, known in VARIANTS.items() if known.width == found.width), 'custom')}-controlnet"
+    names = (name for name, architecture in VARIANTS.items() if architecture.width == found.width)
+    return f"{next(names, 'custom')}-controlnet"
 
 
 def released_shift(variant: str, resolution: int, reference: str) -> float:
     """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
     if variant in VIDEOS:
         return VIDEOS[variant].shift
-    own = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
-    return own or SHIFTS.get(resolution, SHIFT)
+    nvidia_shift = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
+    return nvidia_shift or SHIFTS.get(resolution, SHIFT)
 
 
 class TransformerConfig(Protocol):

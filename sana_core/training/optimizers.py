@@ -304,12 +304,12 @@ def averaged_weights(parameters: Tensors, average: Tensors) -> Iterator[None]:
 def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore the values of `parameters` after the context, bit for bit. Inside it, copies are in the CPU's memory."""
     parameters = list(parameters)
-    kept = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    saved_values = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
     try:
         yield
     finally:
         with marking_failed_restore():
-            fill(dict(enumerate(parameters)), dict(enumerate(kept)))
+            fill(dict(enumerate(parameters)), dict(enumerate(saved_values)))
 
 
 # Attribute of an error that was raised while the trained weights were restored.

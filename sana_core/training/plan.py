@@ -252,12 +252,12 @@ def training_stage(
 
 def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
     """Return the stage that generates the prompts while the trained model, and the optimizer's state, stay."""
-    own, local = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
+    validation, local = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
     trained = local.step.elements
     dtype = getattr(torch, settings.dtype)
     side = settings.phase[-1].resolution
-    width, height = (own.width or side) // DOWNSCALE, (own.height or side) // DOWNSCALE
-    together = len(own.prompts) if accelerator else 1
+    width, height = (validation.width or side) // DOWNSCALE, (validation.height or side) // DOWNSCALE
+    together = len(validation.prompts) if accelerator else 1
     sampling = transformer_bytes(base.model, height, width, together, dtype, accelerator)
     decoding = base.autoencoder_parameters * dtype.itemsize
     decoding += Planner(base.decoder, height, width, dtype, accelerator).floor().peak_bytes

@@ -52,8 +52,8 @@ class Inputs(NamedTuple):
 
 def preview_size(settings: TrainingSettings) -> Bucket:
     """Return (width, height) of the validation's images. The default is the resolution of the last phase."""
-    own, side = settings.validation, settings.phase[-1].resolution
-    return own.width or side, own.height or side
+    validation, side = settings.validation, settings.phase[-1].resolution
+    return validation.width or side, validation.height or side
 
 
 def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, encode: Encoders) -> Inputs | None:
@@ -74,10 +74,10 @@ def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, e
         parts = ["validation", digest_of(data), size, CROP_RULE, ids.autoencoder]
         return find_or("latents", parts, lambda: encode_control(encode.pixels, data, file, size))["latents"]
 
-    prompts = [text("caption", each, partial(encode_tokens, encode.caption, each)) for each in validation.prompts]
+    prompts = [text("caption", prompt, partial(encode_tokens, encode.caption, prompt)) for prompt in validation.prompts]
     # All tokens are kept, because NVIDIA's code masks the negative prompt with the mask of the positive one.
-    own = validation.negative_prompt
-    negative = text("negative prompt", own, partial(encode_text, encode.caption, own, False))
+    negative_text = validation.negative_prompt
+    negative = text("negative prompt", negative_text, partial(encode_text, encode.caption, negative_text, False))
     control = torch.stack(list(map(steering, validation.control))) if validation.control else None
     return Inputs(prompts, negative, control)
 
@@ -107,13 +107,13 @@ def generate_validation(
     from PIL import Image
 
     transformer, folder = models[0], out / PICTURES
-    own, defaults = settings.validation, model_defaults(transformer.config)
+    validation, defaults = settings.validation, model_defaults(transformer.config)
     width, height = preview_size(settings)
     sampling = ResolvedSettings(
         width=width,
         height=height,
-        steps=own.steps or defaults.steps,
-        guidance=defaults.guidance if own.guidance is None else own.guidance,
+        steps=validation.steps or defaults.steps,
+        guidance=defaults.guidance if validation.guidance is None else validation.guidance,
         sampler=defaults.sampler,
         dtype=settings.dtype,
     )

@@ -115,9 +115,9 @@ class Ranks(NamedTuple):
         """Return the values of all ranks, in their order."""
         if self.size == 1:
             return [value]
-        found: list[T] = [value] * self.size
-        torch.distributed.all_gather_object(found, value)
-        return found
+        gathered: list[T] = [value] * self.size
+        torch.distributed.all_gather_object(gathered, value)
+        return gathered
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on all ranks and wait for all of them. Returns its result on this rank.

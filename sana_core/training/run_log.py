@@ -130,20 +130,20 @@ class Eta:
     def describe(self, line: Line) -> str:
         """Return a step's reported line as text: step, loss, rate, speed and remaining time."""
         self.first = line["step"] - 1 if self.first is None else self.first
-        left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
+        seconds_left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
         speed = line["images"] / max(line["seconds"], 1e-9)
         text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"
-        return f"{text}, {speed:.2f} images a second, {clock(left)} left"
+        return f"{text}, {speed:.2f} images a second, {clock(seconds_left)} left"
 
 
 def describe_validation(line: Line) -> str:
     """Return a validation's line as text. A line with "first" is of the best validation, and is compared with it."""
-    found = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
+    line_text = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
     if "first" not in line:
-        return found
+        return line_text
     if line["validation_loss"] < line["first"]:
-        return f"the best is of {found}, from {line['first']:.4f}"
-    return f"the best is of {found}, which was {line['first']:.4f} at first: lower the learning rate"
+        return f"the best is of {line_text}, from {line['first']:.4f}"
+    return f"the best is of {line_text}, which was {line['first']:.4f} at first: lower the learning rate"
 
 
 def clock(seconds: float) -> str:

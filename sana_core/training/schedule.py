@@ -313,10 +313,10 @@ def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgre
     The remaining part of the rate's schedule is divided evenly among the remaining steps. So the rate has no jump if a
     resumed run has more or fewer steps, because of another batch, more images or epochs.
     """
-    finished_share, left = progress.done, steps_left(phase, progress, count)
+    finished_share, steps_remaining = progress.done, steps_left(phase, progress, count)
     # The last step does not end the schedule. A finished run that gets more steps continues at its last rate.
-    if progress.phase_step >= phase.warmup and left > 1:
-        finished_share = min(1.0, finished_share + (1 - finished_share) / left)
+    if progress.phase_step >= phase.warmup and steps_remaining > 1:
+        finished_share = min(1.0, finished_share + (1 - finished_share) / steps_remaining)
     return progress._replace(
         step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=finished_share
     )

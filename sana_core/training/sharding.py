@@ -262,10 +262,10 @@ def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
     """Return the modules of the class `name`. Empty: SANA's blocks."""
     kind = type(models[0].transformer_blocks[0]).__name__  # type: ignore[index,union-attr]
     class_name = kind if name in BLOCKS else name
-    found = [module for model in models for module in model.modules() if type(module).__name__ == class_name]
-    if not found:
+    matching_blocks = [module for model in models for module in model.modules() if type(module).__name__ == class_name]
+    if not matching_blocks:
         raise InputError(f"block: got {name:.60}, expected one of {list_classes(models[0])}; {kind} is the default")
-    return found
+    return matching_blocks
 
 
 def list_classes(model: nn.Module) -> str:

@@ -71,11 +71,11 @@ def generate_video(
         raise InputError(f"first: got {list(first.shape)}, expected {[3, height, width]}; scale and cut the image")
     precision = getattr(torch, dtype)
     prompts = encode(info, [negative_prompt, prompt], device, precision, reference)
-    given = None
+    first_latents = None
     if first is not None:
         vae, mean, std = load_video_autoencoder(info, device, precision)
         image = first[None, :, None].to(device, precision)
-        given = (vae.encode(image).latent_dist.mode().float() - mean) / std
+        first_latents = (vae.encode(image).latent_dist.mode().float() - mean) / std
         del vae
     transformer = load_video_transformer(info, device, precision, reference)
     rules = reference_of(transformer)
@@ -85,7 +85,7 @@ def generate_video(
     constants = video.prepare(transformer, *prompts, *shape[1:])
     noises = noise_stream(torch.empty(1, *shape), seed)
     noise = next(noises).to(device)
-    latents = sample(transformer, constants, noise, shift_of(info, None, reference), given, how, noises)
+    latents = sample(transformer, constants, noise, shift_of(info, None, reference), first_latents, how, noises)
     del transformer, constants
     check_finite("latents", latents[0].movedim(1, 0))  # Its "image" is a latent frame.
     vae, mean, std = load_video_autoencoder(info, device, precision)
