@@ -124,7 +124,12 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
         if originals and not any(file.suffix.lower() in SAFETENSORS for file in path.glob("*")):
             transformer = inspect_file(originals[0], ema)
             # SANA-Video 2.0 comes alone. Users put the folders of its VAE and its text encoder beside checkpoints/.
-            components = [inspect_file(weights_file(folder)) for folder in folders]
+            # A folder may also have only a configuration, or weights in another format.
+            components = [
+                inspect_file(weights_file(folder))
+                for folder in folders
+                if folder.name != "transformer" and any(file.suffix.lower() in SAFETENSORS for file in folder.glob("*"))
+            ]
             return join_parts(path, transformer.layout, [transformer, *components]) if components else transformer
         if any((path / name).exists() for name in ("config.json", "adapter_config.json")):
             return inspect_file(weights_file(path))

@@ -320,7 +320,9 @@ def model_defaults(config: TransformerConfig, begins_with_image: bool = False) -
     """
     if is_video(config):
         defaults = video_model(config).defaults
-        return defaults._replace(sampler=IMAGE_TO_VIDEO_SAMPLER) if begins_with_image else defaults
+        # The preview of SANA-Video 2.0 cannot begin with an image, and was distilled for its sampler.
+        is_euler = begins_with_image and defaults.sampler != DMD
+        return defaults._replace(sampler=IMAGE_TO_VIDEO_SAMPLER) if is_euler else defaults
     if config.guidance_embeds:
         return SPRINT_DEFAULTS
     # Set where a folder's scheduler is another one than SANA's usual one.

@@ -188,6 +188,18 @@ def test_a_model_in_8_bits_makes_nearly_the_video(host, build, options):
     assert 0 < (got - expected).norm() / expected.norm() < 0.5
 
 
+def test_every_large_layer_of_a_block_is_quantised(host, build):
+    graph = build(**OURS)
+    graph["load"][1]["quantise"] = "int8"
+    graph["catch model"] = ("Catch", {"value": ["load", 0], "name": "model"})
+    layers = host.run(graph)["model"].model.diffusion_model.transformer_blocks.named_modules()
+    quantised = {name.partition(".")[2] for name, layer in layers if hasattr(layer, "quant_format")}
+    attention = {
+        f"{attention}.{part}" for attention in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")
+    }
+    assert quantised == attention | {"attn1.to_gate", "ff.gate_proj", "ff.up_proj", "ff.down_proj"}
+
+
 @pytest.mark.parametrize("preview", [False, True])
 def test_a_saved_model_loads_again(host, build, preview):
     defaults = {"guidance": 1.0, "sampler": "flow_heun", "steps": 1, "model_defaults": True}
