@@ -270,10 +270,10 @@ def work(monkeypatch):
         calls.append(str({name: value for name, value in report.items() if name not in ("seconds", "peak_bytes")}))
         return report
 
-    def write(path, frames, overwrite):
+    def write(path, frames, *options):
         # The encoder's threads decide some bits of the file.
         calls.append(f"frames {hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()}")
-        return write_video(path, frames, overwrite)
+        return write_video(path, frames, *options)
 
     def generate_on_cluster(request, where, described, report, shared, on_status):
         # tests/cluster has real clusters. Here this process generates the images of the cluster.
