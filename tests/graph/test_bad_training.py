@@ -144,7 +144,7 @@ def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
             with pytest.raises(ValueError) as caught:
                 node.execute(**{socket: objects[source] for socket, source in sockets.items()}, **{**good, name: value})
             message = str(caught.value)
-            assert message.startswith((f"{name}: got ", f"{name}: holds half")) and len(message) < 300, message
+            assert message.startswith((f"{name}: got ", f"{name}: contains half")) and len(message) < 300, message
             assert "\n" not in message
             # Entered by the user: ComfyUI refuses it with the name, or makes it a text or a BOOLEAN.
             if widget.io_type in ("STRING", "BOOLEAN") or name == "existing_lora" or isinstance(value, list):

@@ -28,10 +28,7 @@ FORMATS: dict[str, tuple[str, dict[str, object]]] = {
 # Sizes of these matrices. The largest size that divides a layer's width is used.
 ROTATIONS = (256, 64, 16)
 # Attention and feed-forward. The layers outside the blocks are small, and affect the inputs of all blocks.
-LAYERS = re.compile(
-    r"transformer_blocks\.\d+\."
-    r"(attn[12]\.(to_[qkv]|to_out\.0|to_gate)|ff\.(conv_(inverted|point)|(gate|up|down)_proj))"
-)
+LAYERS = re.compile(r"transformer_blocks\.\d+\.(attn[12]\.to_([qkv]|out\.0|gate)|ff\.(conv_(inverted|point)|\w+_proj))")
 
 
 def choices() -> list[str]:
