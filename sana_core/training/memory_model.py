@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 FP32_BYTES = torch.float32.itemsize
 # CUDA's allocator rounds a tensor's size up to a multiple of this.
 ALLOCATED = 512
-# Blocks that are counted of those that are alike. The second one is repeated.
+# Number of equal blocks that are counted. The second one is repeated for the other blocks.
 COUNTED = 3
 Shape = tuple[int, ...]
-# ("forward" or "backward", number of the block); None outside of blocks
+# ("forward" or "backward", number of the block). None: outside of blocks.
 Label = tuple[str, int] | None
-# Names of the layers with an adapter in a block, none where `Method.layers` selects all; the number of such blocks.
+# (names of the layers with an adapter in a block, number of such blocks). No names: `Method.layers` selects all.
 Group = tuple[tuple[str, ...], int]
 Report = Callable[[str], None]
 
@@ -50,8 +50,8 @@ class StepMemory(NamedTuple):
     """Bytes of forward and backward of one batch."""
 
     weights: int  # Parameters and buffers, trained or not.
-    trained: tuple[tuple[Shape, int], ...]  # shapes of the trained parameters, and the number of each
-    block: int  # trained elements of a block
+    trained: tuple[tuple[Shape, int], ...]  # Shapes of the trained parameters, and their numbers.
+    block: int  # Trained elements of a block.
     begin: int  # The peak before the first block's backward, beside weights and state.
     end: int  # The peak from there on, beside weights and state.
 

@@ -142,7 +142,7 @@ class Ranks(NamedTuple):
         return self.run_on_all(chosen)
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise an error on all ranks if one of them has called this with an `error`. All ranks have to call this.
+        """Raise an error on all ranks if `error` is set on one of them. All ranks have to call this.
 
         A rank without an error raises a TrainingError, or KeyboardInterrupt if another rank was interrupted. `all_know`
         is true for these errors.

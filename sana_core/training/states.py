@@ -9,7 +9,7 @@ out/log.jsonl             a line for each step
 
 Nothing else in `out` is ever replaced, emptied or removed.
 
-Several ranks write safetensors files of torch.distributed.checkpoint. Each file says which rows of a whole tensor it
+Several ranks write safetensors files of torch.distributed.checkpoint. Each file records which rows of a tensor it
 has, so any number of ranks can read them. One rank writes the tensors that all ranks have. A tensor that only one rank
 has, such as the scales of its 8-bit values, is named with @ and the number of the shard.
 

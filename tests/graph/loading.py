@@ -1,6 +1,7 @@
 """Shared by tests of graphs: nodes added to the base graph, a ControlNet, and the forward of a loaded model."""
 
 import layouts
+import pytest
 import torch
 from diffusers import SanaControlNetModel
 
@@ -18,6 +19,22 @@ def component(checkpoint, folder):
 
 def catch_all(node):
     return {f"catch {slot}": ("Catch", {"value": [node, slot], "name": str(slot)}) for slot in range(3)}
+
+
+def interrupted_steps(host, graph, monkeypatch):
+    """Run `graph`, cancel at the first report of progress, and return the number of reports until it ended."""
+    import comfy.model_management as management
+
+    reports = []
+
+    def callback(*args, **kwargs):
+        reports.append(args)
+        management.interrupt_current_processing()
+
+    monkeypatch.setattr("comfy.utils.ProgressBar.update_absolute", callback)
+    with pytest.raises(InterruptedError):
+        host.run(graph)
+    return len(reports)
 
 
 def through(graph, node, name="patch", **inputs):

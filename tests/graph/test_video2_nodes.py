@@ -12,7 +12,7 @@ import video_models
 from checkpoints import TINY
 from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
-from loading import through
+from loading import interrupted_steps, through
 from test_memory_states import load_model, state_of
 
 from sana_core.model.latents import noise_stream
@@ -215,18 +215,7 @@ def test_a_saved_model_loads_again(host, build, preview):
 
 
 def test_cancel_ends_it_before_the_next_step(host, build, monkeypatch):
-    import comfy.model_management as management
-
-    seen = []
-
-    def callback(*args, **kwargs):
-        seen.append(args)
-        management.interrupt_current_processing()
-
-    monkeypatch.setattr("comfy.utils.ProgressBar.update_absolute", callback)
-    with pytest.raises(InterruptedError):
-        host.run(build(**OURS))
-    assert len(seen) == 1
+    assert interrupted_steps(host, build(**OURS), monkeypatch) == 1
 
 
 @pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])

@@ -12,7 +12,7 @@ from bounded import bounded
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaVideoTransformer3DModel
 from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
-from loading import through
+from loading import interrupted_steps, through
 from safetensors.torch import load_file, save_file
 from test_memory_states import load_model, state_of
 
@@ -258,18 +258,7 @@ def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, na
 
 
 def test_cancel_ends_it_before_the_next_step(host, build, monkeypatch):
-    import comfy.model_management as management
-
-    seen = []
-
-    def callback(*args, **kwargs):
-        seen.append(args)
-        management.interrupt_current_processing()
-
-    monkeypatch.setattr("comfy.utils.ProgressBar.update_absolute", callback)
-    with pytest.raises(InterruptedError):
-        host.run(build(**OURS))
-    assert len(seen) == 1
+    assert interrupted_steps(host, build(**OURS), monkeypatch) == 1
 
 
 def test_previews_show_the_middle_frame(host, build, name):

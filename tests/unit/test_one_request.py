@@ -1,4 +1,4 @@
-"""Each command checks and resolves what it was asked for once."""
+"""Each command inspects its checkpoint and resolves its settings once."""
 
 import logging
 from collections import Counter

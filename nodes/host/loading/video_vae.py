@@ -60,7 +60,7 @@ def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.
         config = ltx_config(checkpoint.config or {})
     metadata = {"config": json.dumps({"vae": config})} if config else dict(checkpoint.weights.metadata)
     if checkpoint.layout == "diffusers":
-        names = original_names(checkpoint, config)
+        names = original_names(config)
         # ComfyUI leaves layers without a tensor at their random values.
         check_names(checkpoint.name, "no", names.keys() - tensors.keys())
         tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
@@ -69,8 +69,8 @@ def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.
     return vae
 
 
-def original_names(checkpoint: Checkpoint, config: dict | None) -> dict[str, str]:
-    """Return {diffusers' name: original name} of all tensors of a VAE like `checkpoint`.
+def original_names(config: dict | None) -> dict[str, str]:
+    """Return {diffusers' name: original name} of all tensors of LTX-2's VAE with `config`, or of Wan 2.1's for None.
 
     The library only has the map from the original names to its own.
     """
@@ -92,25 +92,25 @@ def original_names(checkpoint: Checkpoint, config: dict | None) -> dict[str, str
         return convert_wan_vae_to_diffusers({name: name for name in module.state_dict()})
 
 
-def ltx_config(own: dict) -> dict:
-    """Return Lightricks' configuration of the VAE that diffusers' configuration `own` describes."""
-    widths = own.get("block_out_channels", [256, 512, 1024, 2048])
-    layers = own.get("layers_per_block", [4, 6, 6, 2, 2])
-    halved = own.get("downsample_type", ["spatial", "temporal", "spatiotemporal", "spatiotemporal"])
+def ltx_config(config: dict) -> dict:
+    """Return Lightricks' configuration of the VAE that diffusers' `config` describes."""
+    widths = config.get("block_out_channels", [256, 512, 1024, 2048])
+    layers = config.get("layers_per_block", [4, 6, 6, 2, 2])
+    halved = config.get("downsample_type", ["spatial", "temporal", "spatiotemporal", "spatiotemporal"])
     encoder: list[list] = [["res_x", {"num_layers": layers[0]}]]
     for kind, count, inner, width in zip(halved, layers[1:], [CHANNELS, *widths], widths, strict=False):
         encoder += [[f"{RESIZED[kind]}_res", {"multiplier": width // inner}], ["res_x", {"num_layers": count}]]
     # From the finest to the coarsest stage. Only the types are listed from the coarsest one.
-    doubled = own.get("upsample_type", ["spatiotemporal"] * 3)[::-1]
-    factors, residual = own.get("upsample_factor", [2] * 3), own.get("upsample_residual", True)
+    doubled = config.get("upsample_type", ["spatiotemporal"] * 3)[::-1]
+    factors, residual = config.get("upsample_factor", [2] * 3), config.get("upsample_residual", True)
     is_residual = all(residual) if isinstance(residual, list) else residual
-    first, *counts = own.get("decoder_layers_per_block", [5, 5, 5, 5])
+    first, *counts = config.get("decoder_layers_per_block", [5, 5, 5, 5])
     decoder: list[list] = [["res_x", {"num_layers": first, "inject_noise": False}]]
     for kind, factor, count in zip(doubled, factors, counts, strict=True):
         decoder += [[RESIZED[kind], {"residual": is_residual, "multiplier": factor}]]
         decoder += [["res_x", {"num_layers": count, "inject_noise": False}]]
     # Without this field the encoder pads with zeros and the decoder reflects.
-    padding = own.get("decoder_spatial_padding_mode", "reflect")
+    padding = config.get("decoder_spatial_padding_mode", "reflect")
     same_padding = {"spatial_padding_mode": padding} if padding == "zeros" else {}
     return {
         "dims": 3,
@@ -118,10 +118,10 @@ def ltx_config(own: dict) -> dict:
         "encoder_blocks": encoder,
         "decoder_blocks": decoder,
         **same_padding,
-        "decoder_base_channels": own.get("decoder_block_out_channels", [256])[0] // 2,
+        "decoder_base_channels": config.get("decoder_block_out_channels", [256])[0] // 2,
         "norm_layer": "pixel_norm",
         "patch_size": 4,
         "latent_log_var": "uniform",
-        "causal_decoder": own.get("decoder_causal", True),
-        "timestep_conditioning": own.get("timestep_conditioning", False),
+        "causal_decoder": config.get("decoder_causal", True),
+        "timestep_conditioning": config.get("timestep_conditioning", False),
     }
