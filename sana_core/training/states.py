@@ -310,8 +310,9 @@ def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, st
     # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
     content = json.loads(json.dumps({**document, "files": files}))
     text = json.dumps({**content, "digest": digest_json(content)}, indent=1, sort_keys=True)
-    # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later.
-    write_whole(part / STATE, text.encode(), part)
+    # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later. Its
+    # unfinished file is beside the part. Inside, a killed process could leave it in the state for ever.
+    write_whole(part / STATE, text.encode(), part.parent)
     sync(part)
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():

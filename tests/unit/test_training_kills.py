@@ -42,6 +42,33 @@ def test_killed_and_gone_on(tmp_path, checkpoint):
     assert len(list((tmp_path / "killed" / "steps").iterdir())) <= 3
 
 
+def test_a_kill_before_the_unfinished_state_json_is_removed_leaves_nothing(tmp_path, checkpoint):
+    """A state that kept an additional file would never be removed as an older state."""
+    write_pictures(tmp_path / "pictures", 6)
+    file = write_settings(tmp_path, checkpoint, "out", {"save_every": 2, "keep": 1}, {"steps": 4})
+
+    def die_at_state_json():
+        from sana_core.runtime import atomic_files
+
+        move = atomic_files.move
+
+        def move_and_die(part, path, replace):
+            move(part, path, replace)
+            if path.name == "state.json":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        atomic_files.move = move_and_die
+
+    process = command("train", file, before=die_at_state_json)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and len(list(tmp_path.rglob("state.json"))) == 1
+    process = command("train", file)
+    _, said = process.communicate()
+    assert process.returncode == 0 and "step 3 of 4" in said and "step 2 of 4" not in said, said
+    assert [folder.name for folder in (tmp_path / "out" / "steps").iterdir()] == ["step-0000004"]
+    assert not list(tmp_path.rglob("*.part"))
+
+
 def test_an_interrupt_saves_and_the_same_command_goes_on(tmp_path, checkpoint):
     write_pictures(tmp_path / "pictures", 6)
     process = start(tmp_path, checkpoint, "out")
