@@ -66,7 +66,7 @@ class OutputFolder:
         if listed and document["settings"] != self.settings:
             name, entry = next(iter(listed.items()))
             raise self.mismatch(self.path / name, entry, document["settings"])
-        self.entries, self.claims, done = dict(listed), document["claims"], set()
+        self.entries, self.claims, finished = dict(listed), document["claims"], set()
         for count, image in enumerate(images):
             progress(count)
             name = file_name(image)
@@ -88,22 +88,22 @@ class OutputFolder:
                 continue
             if entry.get("key") != self.entry(image)["key"]:
                 raise self.mismatch(file, entry, entry.get("settings", self.settings), self.prompts[image.prompt])
-            done.add(image.number)
+            finished.add(image.number)
             self.entries[name] = {**self.entry(image), **chosen(entry), "sha256": digest}
         claims = [*map(tuple, self.claims), *claims_of(images)]
         self.claims = [list(claim) for claim in dict.fromkeys(claims)]
         self.write_manifest()
-        return frozenset(done)
+        return frozenset(finished)
 
     def mismatch(self, file: Path, entry: Json, settings: Json, prompt: str | None = None) -> InputError:
         """Return the error for an image with another prompt or other settings. It names the first difference."""
         changed = [name for name, value in self.settings.items() if settings.get(name) != value]
-        what = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
+        difference = f"{changed[0]} {settings.get(changed[0])!r:.40}" if changed else "unknown"
         if "version" in changed:
-            what = "made by another version of sana_core, which described them otherwise"
+            difference = "made by another version of sana_core, which described them otherwise"
         if prompt is not None and entry.get("prompt") != prompt:
-            what = f"prompt {entry.get('prompt')!r:.60}"
-        return InputError(f"out: {file} has another prompt or other settings ({what}); choose another folder")
+            difference = f"prompt {entry.get('prompt')!r:.60}"
+        return InputError(f"out: {file} has another prompt or other settings ({difference}); choose another folder")
 
     def is_claimed(self, image: ImageSpec) -> bool:
         """Whether an earlier run has generated or was going to generate this image.

@@ -38,8 +38,8 @@ STAGE = ("block_types", "block_out_channels", "layers_per_block", "qkv_multiscal
 
 def count(names: Iterable[str], pattern: str) -> int:
     """Return 1 + the largest number that `pattern` matches at the start of a name, or 0 without a match."""
-    found = (re.match(pattern, name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(pattern, name) for name in names)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def architecture(headers: Headers) -> Architecture:
@@ -74,25 +74,25 @@ def transformer_config(name: str, headers: Headers) -> Json:
 
     Only widths in CROSS_HEADS are accepted, because the shapes do not determine the number of heads.
     """
-    found = architecture(headers)
-    if found.width not in CROSS_HEADS:
-        raise unknown_width(name, found.width, " or ".join(map(str, CROSS_HEADS)))
+    arch = architecture(headers)
+    if arch.width not in CROSS_HEADS:
+        raise unknown_width(name, arch.width, " or ".join(map(str, CROSS_HEADS)))
     caption = headers["caption_projection.linear_1.weight"]
     return {
         "in_channels": headers["patch_embed.proj.weight"].shape[1],
         "out_channels": headers["patch_embed.proj.weight"].shape[1],
-        "num_attention_heads": found.width // HEAD_DIM,
+        "num_attention_heads": arch.width // HEAD_DIM,
         "attention_head_dim": HEAD_DIM,
-        "num_layers": found.layers,
-        "num_cross_attention_heads": CROSS_HEADS[found.width],
-        "cross_attention_head_dim": found.width // CROSS_HEADS[found.width],
-        "cross_attention_dim": found.width,
+        "num_layers": arch.layers,
+        "num_cross_attention_heads": CROSS_HEADS[arch.width],
+        "cross_attention_head_dim": arch.width // CROSS_HEADS[arch.width],
+        "cross_attention_dim": arch.width,
         # 4-bit formats pack two values into a byte.
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
-        "mlp_ratio": hidden_width(headers) / found.width,
+        "mlp_ratio": hidden_width(headers) / arch.width,
         "patch_size": headers["patch_embed.proj.weight"].shape[-1],
-        "guidance_embeds": found.guidance_embeds,
-        "qk_norm": "rms_norm_across_heads" if found.qk_norm else None,
+        "guidance_embeds": arch.guidance_embeds,
+        "qk_norm": "rms_norm_across_heads" if arch.qk_norm else None,
     }
 
 

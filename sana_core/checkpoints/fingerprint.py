@@ -26,7 +26,7 @@ from .tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 # The digest of a file with at least this many bytes is stored. A smaller file is read quickly.
-KEPT = 1 << 26
+LARGE = 1 << 26
 # The start of a file with a digest.
 BEGIN = b'{"stamp": ['
 # Fields of a configuration without effect: names, and the versions of the libraries that wrote it.
@@ -38,38 +38,38 @@ OnBytes = Callable[[int, int], None]
 
 def fingerprint(
     checkpoint: Source,
-    progress: OnBytes = lambda done, total: None,
-    kept: Path | None = None,
+    progress: OnBytes = lambda bytes_read, total: None,
+    folder: Path | None = None,
     reference: str = AUTO,
 ) -> Json:
     """Return the digests of weights, configurations, tokenizer and instruction, and the shift.
 
     `reference` chooses the instruction. The configurations include the library's defaults. The digest of a large file
-    is stored beside it, or in the folder `kept`, so that the file is read once. `progress` receives the bytes read and
+    is stored beside it, or in `folder`, so that the file is read once. `progress` receives the bytes read and
     all bytes, and may raise to cancel.
     """
     info = inspect_checkpoint(checkpoint)
-    digests = digest_files(files_of(info), progress, kept)
-    found: Json = {}
+    digests = digest_files(files_of(info), progress, folder)
+    fingerprints: Json = {}
     for part in info.components:
-        found[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files_of(part)))
+        fingerprints[f"{part.kind}_weights"] = digest_json(sorted(digests[file] for file in files_of(part)))
         if part.kind == "lora":  # its configuration is in its files
             continue
-        found[f"{part.kind}_config"] = digest_json(resolved_config(part))
+        fingerprints[f"{part.kind}_config"] = digest_json(resolved_config(part))
         if part.kind == "transformer":
-            found["shift"] = shift_of(info, reference=reference)
+            fingerprints["shift"] = shift_of(info, reference=reference)
         if part.kind == "text_encoder":
             tokenizer = load_tokenizer(part)
             # The tokens of a probe, because the file does not determine everything: BOS, spaces, case.
             tokens = tokenizer.encode(PROBE)
-            found["tokenizer"] = digest_json([digest_of(tokenizer.content), tokenizer.pad_token, tokens])
-            found["instruction"] = digest_json([instruction_text(text_reference(info, reference)), MAX_TOKENS])
-    return found
+            fingerprints["tokenizer"] = digest_json([digest_of(tokenizer.content), tokenizer.pad_token, tokens])
+            fingerprints["instruction"] = digest_json([instruction_text(text_reference(info, reference)), MAX_TOKENS])
+    return fingerprints
 
 
-def difference(own: Mapping[str, object], other: Mapping[str, object]) -> str:
+def difference(one: Mapping[str, object], other: Mapping[str, object]) -> str:
     """Return the names of the entries that differ, or ""."""
-    return ", ".join(name for name in {**own, **other} if own.get(name) != other.get(name))
+    return ", ".join(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
 def digest_json(value: object) -> str:
@@ -90,28 +90,28 @@ def files_of(info: Checkpoint) -> set[Path]:
     return files | {beside} if beside else files
 
 
-def digest_files(files: set[Path], progress: OnBytes, kept: Path | None = None) -> dict[Path, str]:
-    """Return the digest of each file. A file without a stored digest, beside it or in the folder `kept`, is read."""
+def digest_files(files: set[Path], progress: OnBytes, folder: Path | None = None) -> dict[Path, str]:
+    """Return the digest of each file. A file without a stored digest, beside it or in `folder`, is read."""
     digests: dict[Path, str] = {}
     for file in sorted(files):
-        found = read_kept(file, kept_path(file, kept)) or read_kept(file, kept_path(file))
-        if found is not None:
-            digests[file] = found
+        stored = read_digest(file, digest_path(file, folder)) or read_digest(file, digest_path(file))
+        if stored is not None:
+            digests[file] = stored
     missing = sorted(files - digests.keys())
-    done, total = 0, sum(file.stat().st_size for file in missing)
+    bytes_read, total = 0, sum(file.stat().st_size for file in missing)
     for file in missing:
         before = size_and_times(file)
 
         def read(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
+            nonlocal bytes_read
+            bytes_read += count
+            progress(bytes_read, total)
 
         digests[file] = digest_file(file, read)
         if size_and_times(file) != before:
             raise ReadError(f"{file}: was written while it was read; wait until it is whole")
-        if before[0] >= KEPT:
-            keep(kept_path(file, kept), before, digests[file])
+        if before[0] >= LARGE:
+            store_digest(digest_path(file, folder), before, digests[file])
     return digests
 
 
@@ -124,7 +124,7 @@ def size_and_times(file: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def kept_path(file: Path, folder: Path | None = None) -> Path:
+def digest_path(file: Path, folder: Path | None = None) -> Path:
     """Return where the digest of `file` is stored: beside it, or in `folder`.
 
     The name in `folder` is a digest of path, size and times. Somebody who can read that folder but not the model
@@ -135,7 +135,7 @@ def kept_path(file: Path, folder: Path | None = None) -> Path:
     return folder / f"{digest_json([str(file.absolute()), size_and_times(file)])}.json"
 
 
-def read_kept(file: Path, path: Path) -> str | None:
+def read_digest(file: Path, path: Path) -> str | None:
     """Return the digest stored at `path` if it belongs to the current content of `file`, or None."""
     try:
         document = json.loads(read_small(path))
@@ -144,7 +144,7 @@ def read_kept(file: Path, path: Path) -> str | None:
         return None
 
 
-def keep(path: Path, stat: list[int], digest: str) -> None:
+def store_digest(path: Path, stat: list[int], digest: str) -> None:
     """Store a digest at `path`, unless another file is there. Without it, the next run reads the model again."""
     # A model's folder may come from a stranger. A link there could lead to any file of the user.
     if path.is_symlink():

@@ -67,7 +67,7 @@ class FileAdapters(NamedTuple):
     # By layer of the model.
     adapters: dict[str, Adapter]
     # By layer name in the file: tensors of other layers and of other kinds of adapters.
-    others: dict[str, Tensors]
+    other_layers: dict[str, Tensors]
     # By layer name in the file: why the adapter does not fit.
     misfits: dict[str, str]
 
@@ -130,11 +130,11 @@ def read_adapters(
     On the meta device only shapes are compared.
     """
     settings, layer_names = peft_settings(checkpoint), written_names(shapes)
-    found = FileAdapters({}, {}, {})
+    file_adapters = FileAdapters({}, {}, {})
     for written, layer_parts in split_layers(tensors).items():
         layer, parts = layer_names.get(written) or layer_names.get(unwrapped_layer(written)), parts_of(layer_parts)
         if layer is None or parts is None:
-            found.others[written] = layer_parts
+            file_adapters.other_layers[written] = layer_parts
             continue
         for key, tensor in layer_parts.items():
             if not tensor.is_meta:
@@ -143,11 +143,11 @@ def read_adapters(
             adapter = adapter_of(parts, layer, shapes[layer], settings)
         except (KeyError, IndexError, RuntimeError):
             got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-            found.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
+            file_adapters.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
             continue
-        if found.adapters.setdefault(layer, adapter) is not adapter:
-            found.misfits[written] = TWICE
-    return found
+        if file_adapters.adapters.setdefault(layer, adapter) is not adapter:
+            file_adapters.misfits[written] = TWICE
+    return file_adapters
 
 
 def misfit_error(file: str, total: int, misfits: Mapping[str, str]) -> InputError:

@@ -24,7 +24,7 @@ from ..batch.png import describe_settings, encode_png, file_name
 from ..batch.progress import Progress, WorkerReport
 from ..batch.prompts import read_prompts
 from ..batch.writers import Writers, default_threads
-from ..checkpoints.fingerprint import KEPT
+from ..checkpoints.fingerprint import LARGE
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError, OutputError, SanaError
 from ..generate import find_backend
@@ -93,7 +93,7 @@ def generate_missing(
 
         def show_reading(count: int, total: int) -> None:
             # Smaller weights take only a moment.
-            if total >= KEPT:
+            if total >= LARGE:
                 show(f"reading the weights, this once: {count / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         described = describe_settings(request.settings, request.checkpoint, show_reading)

@@ -262,15 +262,15 @@ OTHER_SIZES = {f"{size}px": size for size in SIZES} | {"2K": "2048", "4K": "4096
 OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
 
-def variant_name(found: Architecture) -> str:
+def variant_name(arch: Architecture) -> str:
     """Return the name in VARIANTS, or a name that describes the difference."""
-    names = [name for name, architecture in VARIANTS.items() if architecture == found]
-    return names[0] if names else f"custom-{found.width}x{found.layers}"
+    names = [name for name, architecture in VARIANTS.items() if architecture == arch]
+    return names[0] if names else f"custom-{arch.width}x{arch.layers}"
 
 
-def controlnet_name(found: Architecture) -> str:
+def controlnet_name(arch: Architecture) -> str:
     """Return the name of a ControlNet by the first model of its width."""
-    names = (name for name, architecture in VARIANTS.items() if architecture.width == found.width)
+    names = (name for name, architecture in VARIANTS.items() if architecture.width == arch.width)
     return f"{next(names, 'custom')}-controlnet"
 
 

@@ -45,9 +45,11 @@ def base_graph():
 def variants(host, checkpoint):
     """Names for SANA Loader of a SANA-Sprint and a SANA-1.5 with random weights."""
     root = host.models / "diffusers"
-    made = [make_variant(checkpoint, root / name, **kind) for name, kind in (("sprint", SPRINT), ("sana15", SANA_1_5))]
+    folders = [
+        make_variant(checkpoint, root / name, **kind) for name, kind in (("sprint", SPRINT), ("sana15", SANA_1_5))
+    ]
     yield root
-    for folder in made:
+    for folder in folders:
         shutil.rmtree(folder)
 
 
@@ -163,9 +165,9 @@ def train_node(host):
     """A function that adds a training node to a graph; SANA Train Settings gets the inputs that the node has not."""
 
     def add(graph, kind="SanaNodesTrain", **inputs):
-        own = {each.id for each in host.nodes.NODE_CLASS_MAPPINGS[kind].define_schema().inputs}
-        settings = {name: value for name, value in inputs.items() if name not in own}
-        graph["train"] = (kind, {name: value for name, value in inputs.items() if name in own})
+        node_inputs = {widget.id for widget in host.nodes.NODE_CLASS_MAPPINGS[kind].define_schema().inputs}
+        settings = {name: value for name, value in inputs.items() if name not in node_inputs}
+        graph["train"] = (kind, {name: value for name, value in inputs.items() if name in node_inputs})
         if settings:
             graph["settings"] = ("SanaNodesTrainSettings", settings)
             graph["train"][1]["settings"] = ["settings", 0]

@@ -71,7 +71,7 @@ def test_every_file_beside_the_weights_is_asked(copy, name):
 
 
 def test_the_digest_of_a_large_file_is_kept_beside_it(copy, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     calls = []
     results = [fingerprint(copy, lambda finished, total: calls.append((finished, total))) for _ in range(2)]
     size = sum(file.stat().st_size for file in copy.rglob("*.safetensors"))
@@ -86,7 +86,7 @@ def test_the_digest_of_a_large_file_is_kept_beside_it(copy, monkeypatch):
 
 
 def test_a_file_of_others_where_a_digest_would_be_kept_stays(copy, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     fingerprint(copy)
     one, half, empty = sorted(copy.rglob(".*.sana-digest.json"))
     complete = half.read_bytes()
@@ -97,7 +97,7 @@ def test_a_file_of_others_where_a_digest_would_be_kept_stays(copy, monkeypatch):
 
 
 def test_a_models_folder_that_cannot_be_written_is_read_again(copy, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
 
     def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
@@ -110,7 +110,7 @@ def test_a_models_folder_that_cannot_be_written_is_read_again(copy, monkeypatch)
 @pytest.mark.parametrize("target", ["gone", "empty"])
 def test_no_digest_is_written_through_a_link_in_a_models_folder(copy, monkeypatch, tmp_path, target):
     """A model's folder may come from a stranger."""
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     (tmp_path / "empty").touch()
     for file in copy.rglob("*.safetensors"):
         file.with_name(f".{file.name}.sana-digest.json").symlink_to(tmp_path / target)
@@ -120,7 +120,7 @@ def test_no_digest_is_written_through_a_link_in_a_models_folder(copy, monkeypatc
 
 @pytest.mark.parametrize("kind", ["pipe", "nested"])
 def test_a_broken_digest_beside_a_model_is_not_read(copy, monkeypatch, kind):
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     expected = fingerprint(copy)
     for file in list(copy.rglob(".*.sana-digest.json")):
         file.unlink()

@@ -80,7 +80,7 @@ def drawn(tmp_path_factory, checkpoint, one_thread):
 
 
 @pytest.fixture
-def made(drawn, tmp_path):
+def finished(drawn, tmp_path):
     """A copy of that folder, where the next run writes."""
     return shutil.copytree(drawn, tmp_path / "out")
 
@@ -89,43 +89,43 @@ def files(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.glob("*.png")}
 
 
-def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(made, checkpoint):
+def test_the_pictures_are_those_of_the_call_and_the_manifest_lists_them(finished, checkpoint):
     expected = sana_core.generate(PROMPTS, checkpoint, count=4, steps=4, width=128, height=128, chunk=1)
-    manifest = json.loads((made / "manifest.json").read_text())
+    manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["settings"].items() >= {"steps": 4, **fingerprint(checkpoint)}.items()
     names = [f"{prompt:05d}_{seed}.png" for prompt in range(2) for seed in range(4)]
-    assert list(manifest["images"]) == names == sorted(files(made))
+    assert list(manifest["images"]) == names == sorted(files(finished))
     for name, pixels in zip(names, expected, strict=True):
-        levels = torch.from_numpy(np.array(Image.open(made / name))).permute(2, 0, 1)
+        levels = torch.from_numpy(np.array(Image.open(finished / name))).permute(2, 0, 1)
         assert (levels - (pixels + 1) * 127.5).abs().max() <= 0.51
         entry = manifest["images"][name]
         assert (entry["prompt"], f"_{entry['seed']}.") == (PROMPTS[int(name[:5])], name[5:-3])
 
 
-def test_a_run_that_was_killed_makes_exactly_the_missing_ones(made, batch, spawn, tmp_path):
-    undivided = files(made)
-    made.rename(tmp_path / "whole")
+def test_a_run_that_was_killed_makes_exactly_the_missing_ones(finished, batch, spawn, tmp_path):
+    undivided = files(finished)
+    finished.rename(tmp_path / "whole")
     process = spawn()
-    while len(list(made.glob("*.png"))) < 3:
+    while len(list(finished.glob("*.png"))) < 3:
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    before = files(made)
+    before = files(finished)
     # One unfinished file is of the dead run. The others belong to somebody else.
-    (next(made.glob(".sana-batch/run-*")) / ".0123abcd.part").write_bytes(b"half")
+    (next(finished.glob(".sana-batch/run-*")) / ".0123abcd.part").write_bytes(b"half")
     foreign = {".00001_3.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "00001_3.png.part": b"mine"}
     for name, data in foreign.items():
-        (made / name).write_bytes(data)
+        (finished / name).write_bytes(data)
     code, out, err = batch()
     assert code == 0, err
     assert f"{len(before)} of 8 images exist" in out
     assert out.count(".png (") == 8 - len(before)
-    after = files(made)
+    after = files(finished)
     assert {name: after[name] for name in before} == before
     assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in undivided.items()}
-    assert {path.name for path in made.iterdir()} == {*undivided, *foreign, "manifest.json"}
-    assert {name: (made / name).read_bytes() for name in foreign} == foreign
+    assert {path.name for path in finished.iterdir()} == {*undivided, *foreign, "manifest.json"}
+    assert {name: (finished / name).read_bytes() for name in foreign} == foreign
 
 
 @pytest.mark.slow
@@ -137,17 +137,19 @@ def test_twenty_kills_at_random_moments_lose_double_and_mix_nothing(tmp_path):
     assert json.loads((tmp_path / "kills.json").read_bytes())["happened"]["kills"] == 20
 
 
-def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(made, batch):
-    before = files(made)
-    (made / "00000_1.png").write_bytes(before["00000_1.png"][0][:-100])
-    (made / "00001_2.png").unlink()
+def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(finished, batch):
+    before = files(finished)
+    (finished / "00000_1.png").write_bytes(before["00000_1.png"][0][:-100])
+    (finished / "00001_2.png").unlink()
     code, out, err = batch()
     assert (code, out.count(".png (")) == (0, 2), err
-    (made / "manifest.json").unlink()
-    (made / "00001_0.png").unlink()
+    (finished / "manifest.json").unlink()
+    (finished / "00001_0.png").unlink()
     code, out, err = batch()
     assert (code, out.count(".png (")) == (0, 1), err
-    assert {name: data for name, (data, _) in files(made).items()} == {name: data for name, (data, _) in before.items()}
+    assert {name: data for name, (data, _) in files(finished).items()} == {
+        name: data for name, (data, _) in before.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -157,12 +159,12 @@ def test_damaged_and_missing_pictures_are_made_again_without_manifest_too(made, 
         ({"prompts": "other.txt"}, "other settings (prompt 'a red circle on a blue background'); choose"),
     ],
 )
-def test_pictures_of_something_else_are_never_overwritten(made, batch, tmp_path, options, message):
+def test_pictures_of_something_else_are_never_overwritten(finished, batch, tmp_path, options, message):
     (tmp_path / "other.txt").write_text("a green circle on a red background")
-    before = files(made)
+    before = files(finished)
     code, out, err = batch(**options)
     assert code == 1 and message in err and len(err.splitlines()) == 1
-    assert files(made) == before
+    assert files(finished) == before
 
 
 @pytest.mark.parametrize("content", ["picture", b"", b"\x89PNG\r\n\x1a\n and no more", b"notes"])
@@ -244,8 +246,8 @@ def test_files_behind_a_link_among_the_runs_stay(batch, tmp_path):
 
 @pytest.mark.parametrize("manifest", ["kept", "of the start", "removed"])
 @pytest.mark.parametrize("content", [b"", bytes(1000), "first half"])
-def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(made, batch, content, manifest):
-    before, file, listed = files(made), made / "00000_1.png", made / "manifest.json"
+def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(finished, batch, content, manifest):
+    before, file, listed = files(finished), finished / "00000_1.png", finished / "manifest.json"
     document = json.loads(listed.read_bytes())
     if manifest == "of the start":
         document["images"] = {}
@@ -260,15 +262,17 @@ def test_what_a_power_cut_leaves_of_a_picture_is_drawn_again(made, batch, conten
         assert code == 1 and "00000_1.png is not of this batch" in err
     else:
         assert (code, out.count(".png (")) == (0, 1), err
-        assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in before.items()}
+        assert {name: data for name, (data, _) in files(finished).items()} == {
+            n: data for n, (data, _) in before.items()
+        }
 
 
-def test_a_picture_that_its_owner_has_edited_stays(made, batch):
-    Image.open(made / "00000_1.png").convert("L").save(made / "00000_1.png")
-    edited = files(made)
+def test_a_picture_that_its_owner_has_edited_stays(finished, batch):
+    Image.open(finished / "00000_1.png").convert("L").save(finished / "00000_1.png")
+    edited = files(finished)
     code, _, err = batch()
     assert code == 1 and "00000_1.png is not of this batch; choose another folder, or remove it" in err
-    assert files(made) == edited
+    assert files(finished) == edited
 
 
 MANIFESTS = [b"", b"{", b"[]", b"{}", b'{"version": 3, "settings": {}, "images": {}}', b"[" * 100_000, b"\xff"]
@@ -308,13 +312,13 @@ def test_files_that_others_write_meanwhile_stay(batch, tmp_path, monkeypatch):
     assert (out / "manifest.json").read_bytes() == b"mine"
 
 
-def test_a_disk_that_changes_inodes_and_rounds_times_does_not_stop_the_run(made, batch, monkeypatch):
+def test_a_disk_that_changes_inodes_and_rounds_times_does_not_stop_the_run(finished, batch, monkeypatch):
     """exFAT and FUSE do this."""
-    (made / "00001_3.png").unlink()
+    (finished / "00001_3.png").unlink()
     real = OutputFolder.write
 
     def write(folder, image, png):
-        manifest, copy = made / "manifest.json", made / "manifest.copy"
+        manifest, copy = finished / "manifest.json", finished / "manifest.copy"
         shutil.copyfile(manifest, copy)
         copy.replace(manifest)
         os.utime(manifest, (1, 1))
@@ -325,24 +329,26 @@ def test_a_disk_that_changes_inodes_and_rounds_times_does_not_stop_the_run(made,
     assert (code, err, out.count(".png (")) == (0, "", 1)
 
 
-def test_resuming_shows_progress_and_can_be_cancelled(made, batch, monkeypatch):
-    (made / "00001_3.png").unlink()
+def test_resuming_shows_progress_and_can_be_cancelled(finished, batch, monkeypatch):
+    (finished / "00001_3.png").unlink()
     # The clock advances by 2 s at each call.
     seconds = iter(range(0, 10**6, 2))
     monkeypatch.setattr("sana_core.commands.batch.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     code, _, err = batch()
     assert code == 0 and "\rreading the images that are there: 5 of 8" in err
 
-    before, calls = files(made), []
+    before, calls = files(finished), []
 
     def cancel(count):
         calls.append(count)
         raise KeyboardInterrupt
 
-    folder = OutputFolder(SimpleNamespace(folder=made, check=lambda: None, run=made), PROMPTS, read_settings(made))
+    folder = OutputFolder(
+        SimpleNamespace(folder=finished, check=lambda: None, run=finished), PROMPTS, read_settings(finished)
+    )
     with pytest.raises(KeyboardInterrupt):
         folder.find_done([ImageSpec(0, 0, 0)], cancel)
-    assert calls == [0] and files(made) == before
+    assert calls == [0] and files(finished) == before
 
 
 @pytest.fixture
@@ -444,9 +450,9 @@ def test_writers_bound_the_images_in_memory_and_raise_the_first_error():
     assert sorted(written) == [0, 1, 2, 3, 4]
 
 
-def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch, monkeypatch):
+def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(finished, batch, monkeypatch):
     """Other threads may be writing an image then."""
-    for file in list(made.glob("0000?_[123].png")):
+    for file in list(finished.glob("0000?_[123].png")):
         file.unlink()
     real, count, lock = OutputFolder.write, iter(range(100)), threading.Lock()
 
@@ -459,10 +465,10 @@ def test_a_full_disk_ends_the_run_with_the_number_of_complete_images(made, batch
 
     monkeypatch.setattr(OutputFolder, "write", write)
     code, out, err = batch()
-    written = len(files(made))
+    written = len(files(finished))
     assert code == 1 and f"cannot write into out (No space left on device); {written} of 8 images exist" in err
     assert out.count(".png (") == written - 2 and len(err.splitlines()) == 1
-    assert len(json.loads((made / "manifest.json").read_bytes())["images"]) == written
+    assert len(json.loads((finished / "manifest.json").read_bytes())["images"]) == written
 
 
 def test_a_file_with_seeds_is_resumed(tmp_path, batch, checkpoint):
@@ -494,34 +500,36 @@ def read_settings(folder):
     return json.loads((folder / "manifest.json").read_bytes())["settings"]
 
 
-def test_a_folder_of_an_earlier_version_says_so(made, batch):
-    document = json.loads((made / "manifest.json").read_bytes())
+def test_a_folder_of_an_earlier_version_says_so(finished, batch):
+    document = json.loads((finished / "manifest.json").read_bytes())
     document["settings"]["version"] -= 1
-    (made / "manifest.json").write_text(json.dumps(document))
-    before = files(made)
+    (finished / "manifest.json").write_text(json.dumps(document))
+    before = files(finished)
     code, _, err = batch()
     assert code == 1 and "(made by another version of sana_core, which described them otherwise); choose" in err
-    assert files(made) == before
+    assert files(finished) == before
 
 
 @pytest.mark.parametrize("other", [{}, {"steps": 5}, {"prompts": "other.txt"}])
-def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn, batch, made, tmp_path, other):
-    undivided = files(made)
-    made.rename(tmp_path / "whole")
+def test_a_second_run_on_the_folder_is_refused_and_the_first_loses_nothing(spawn, batch, finished, tmp_path, other):
+    undivided = files(finished)
+    finished.rename(tmp_path / "whole")
     (tmp_path / "other.txt").write_text("a green circle on a red background")
     first = spawn()
-    while not list(made.glob("*.png")):
+    while not list(finished.glob("*.png")):
         assert first.poll() is None
         time.sleep(0.002)
     first.send_signal(signal.SIGSTOP)
-    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     code, _, err = batch(**other)
     assert code == 1 and "out is in use by another run, which began at 2" in err
-    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     first.send_signal(signal.SIGCONT)
     _, err = first.communicate()
     assert first.returncode == 0, err
-    assert {name: data for name, (data, _) in files(made).items()} == {n: data for n, (data, _) in undivided.items()}
+    assert {name: data for name, (data, _) in files(finished).items()} == {
+        n: data for n, (data, _) in undivided.items()
+    }
 
 
 def test_pictures_are_on_the_disk_before_their_names_and_the_manifest_after_both(batch, tmp_path, monkeypatch):
@@ -582,15 +590,15 @@ def test_a_second_machine_keeps_the_same_image_and_refuses_any_other(tmp_path, c
     assert path.read_bytes() == first and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(made, batch, checkpoint, tmp_path):
-    changed_checkpoint, before = shutil.copytree(checkpoint, tmp_path / "own"), files(made)
+def test_a_folder_of_a_checkpoint_that_has_changed_is_refused(finished, batch, checkpoint, tmp_path):
+    changed_checkpoint, before = shutil.copytree(checkpoint, tmp_path / "own"), files(finished)
     code, out, err = batch("--checkpoint", changed_checkpoint)
     assert code == 0 and "8 of 8 images exist" in out, err
     config = changed_checkpoint / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text().replace('"flow_shift": 3.0', '"flow_shift": 4.0'))
     code, _, err = batch("--checkpoint", changed_checkpoint)
     assert code == 1 and "has another prompt or other settings (shift 3.0)" in err, err
-    assert files(made) == before
+    assert files(finished) == before
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def write_run(folder, method):
 @pytest.mark.parametrize("method", ["lora", "controlnet", "full"])
 def test_no_file_of_a_training_tells_where_it_ran(tmp_path, monkeypatch, method):
     # As for released models, whose digests a run stores in its folder.
-    monkeypatch.setattr(fingerprint, "KEPT", 0)
+    monkeypatch.setattr(fingerprint, "LARGE", 0)
     settings = write_run(tmp_path, method)
     stream = Watching(tmp_path / "out")
     monkeypatch.setattr(sys, "stderr", stream)
