@@ -113,7 +113,7 @@ def right(scenes: list[Scene], checkpoint: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    from sana_core.training.settings_file import read_settings
+    from sana_core.training.settings import read_settings
     from sana_core.training.trainer import train
 
     folder = Path(sys.argv[1])

@@ -16,8 +16,15 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import description
-from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import (
+    Method,
+    Optimizer,
+    Phase,
+    TrainingSettings,
+    Validation,
+    check_settings,
+    read_settings,
+)
 from sana_core.training.trainer import train
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"

@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.machine import write
 from sana_core.training import trainer
-from sana_core.training.settings import Method, Validation
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import Method, Validation, read_settings
 from sana_core.training.trainer import train
 
 # Steps of the measured run, its steps between two states, and the steps between two states for the computed share.

@@ -16,7 +16,7 @@ import torch
 from diffusers import SanaControlNetModel
 from kornia.filters import canny
 
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import read_settings
 from sana_core.training.trainer import train
 
 from .captions import SAID, counted, random_caption

@@ -24,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer
 
 from sana_core.checkpoints import load_text_encoder
-from sana_core.training.settings import TrainingSettings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import TrainingSettings, read_settings
 from sana_core.training.trainer import train
 
 from . import text

@@ -12,7 +12,7 @@ from setup import ROOT
 
 sys.path.append(str(ROOT))
 from sana_core.advice import gpu_table, markdown, model_table  # noqa: E402
-from sana_core.training.settings_file import describe_settings  # noqa: E402
+from sana_core.training.settings import describe_settings  # noqa: E402
 
 # Words of the tables in the Chinese README.
 CHINESE = {

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     def format_help() -> str:
         # The settings import torch, which takes long. Only the help needs their description.
-        from ..training.settings_file import describe_settings
+        from ..training.settings import describe_settings
 
         return f"{format_options()}\nkeys of the TOML file, with their defaults:\n\n{describe_settings()}\n"
 
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..training.ranks import joined
-    from ..training.settings_file import read_settings
+    from ..training.settings import read_settings
 
     planned = arguments.plan or arguments.card is not None
     for name in ("wandb", "tensorboard"):

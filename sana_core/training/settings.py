@@ -1,26 +1,35 @@
-"""The settings of a training run, with their descriptions, ranges and checks. `settings_file` reads them from a file.
+"""The settings of a training run: their descriptions, ranges and checks, and the TOML file that has them.
 
-The help of the command, the tables in docs/training-command.md and the tooltips of the training nodes come from here.
+The help of the command, docs/settings.toml and the tooltips of the training nodes come from the rows of the classes.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from pathlib import Path
+from textwrap import wrap
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
-from .optimizers import DDP, KINDS, OPTIMIZERS, alternatives
+from ..runtime.text import Json
+from ..runtime.user_files import read_user_file
+from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS, alternatives
 
 ADAPTERS = ("lora", "dora", "lokr")
 METHODS = (*ADAPTERS, "controlnet", "full")
 BASES = ("full", "int8")
 # Adapters that can be trained on a base in 8 bits. DoRA needs the exact norms of the rows of the base.
 QUANTISED = ("lora", "lokr")
+# Optimizers that find the learning rate themselves.
+FINDING_RATE = tuple(name for name, row in OPTIMIZERS.items() if row.finds_rate)
 TARGETS = ("attention", "feed_forward", "both")
 SCHEDULES = ("constant", "cosine", "linear")
 # Schedules with a parameter: Phase.cycles and Phase.power.
@@ -32,11 +41,21 @@ FLOW, CONSISTENCY = "flow", "consistency"
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
 # Bytes of a name in UTF-8. File systems allow 255 bytes with the ending.
 LONGEST_NAME = 240
+LARGEST_FILE = 1_000_000
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+SINGLE_QUOTES = "write a path with backslashes in single quotes, or with /"
+# Columns of the description.
+WIDTH = 100
+# Larger limits only prevent overflows, and the description leaves them out.
+LARGEST_LIMIT = 10**5
 # The path of a file or folder. A settings file contains it relative to the file's folder. It may differ between the
 # machines of a run.
 Place = Annotated[str, "place"]
 # Checks the value of a field. It gets the field's name and value, and raises InputError.
 Check = Callable[[str, Any], None]
+# The options without which a field has no effect, and their values with which it has one. "kind" is an option in the
+# same table, "method.kind" one in the table method. (): any value except the default.
+Needs = Mapping[str, Sequence[Any]]
 
 
 def check_side(name: str, pixels: int, low: int, high: int) -> None:
@@ -44,7 +63,7 @@ def check_side(name: str, pixels: int, low: int, high: int) -> None:
         raise InputError(f"{name}: got {pixels}, expected a multiple of {DOWNSCALE} from {low} to {high}; change it")
 
 
-def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, names: Sequence[str]) -> None:
     if value not in names:
         near = difflib.get_close_matches(str(value), names, 1, 0.0)[0]
         raise InputError(f"{name}: got {value!r:.40}, expected one of {', '.join(names)}; the nearest is {near}")
@@ -62,9 +81,16 @@ def sides_from(low: int) -> Check:
     return partial(check_side, low=low, high=LARGEST)
 
 
-def setting(default: Any, text: str, check: Check | None = None) -> Any:
-    """Return a field of a settings class. `text` describes it to users, `check` is applied to its value or values."""
-    return field(default=default, metadata={"help": text, "check": check})
+def setting(default: Any, text: str, check: Check | None = None, needs: Needs | None = None) -> Any:
+    """Return a field of a settings class. `text` describes it to users, `check` is applied to its value or values.
+
+    It has no effect without the options `needs`, so a value other than the default is then an error.
+    """
+    return field(default=default, metadata={"help": text, "check": check, "needs": needs or {}})
+
+
+# Fields that have an effect with an adapter only.
+for_adapters = partial(setting, needs={"kind": ADAPTERS})
 
 
 @dataclass(frozen=True)
@@ -77,15 +103,15 @@ class Method:
         "makes the smallest file.",
         among(*METHODS),
     )
-    rank: int = setting(
+    rank: int = for_adapters(
         16,
         "The size of the LoRA. 8 to 32 is usual. A higher rank can learn more and makes a larger file.",
         within(1, 1024),
     )
-    alpha: float | None = setting(
+    alpha: float | None = for_adapters(
         None, "The effect of the LoRA is scaled by alpha / rank. 0: not scaled.", within(0, 1e5)
     )
-    targets: str = setting(
+    targets: str = for_adapters(
         "attention",
         "The layers that learn. attention is enough to start with. both learns more and needs more images.",
         among(*TARGETS),
@@ -94,13 +120,15 @@ class Method:
         "float32",
         "controlnet and full only: the precision of the trained weights. bfloat16 rounds them stochastically.",
         among(*DTYPES),
+        needs={"kind": ("controlnet", "full")},
     )
     blocks: int = setting(
         7,
         "ControlNet only: how many of the model's first blocks it copies. NVIDIA uses 7. Use 3 for the demo model.",
         within(1, 255),
+        needs={"kind": ("controlnet",)},
     )
-    start: Place = setting(
+    start: Place = for_adapters(
         "", "The file of a LoRA, DoRA or LoKr to begin with. The method, rank and targets must be the file's."
     )
     base: str = setting(
@@ -108,13 +136,14 @@ class Method:
         "int8 stores the model in 8 bits while a lora or lokr is trained. This takes about half the memory.",
         among(*BASES),
     )
-    layers: tuple[str, ...] = setting(
+    layers: tuple[str, ...] = for_adapters(
         (), 'Adapters only: patterns such as "transformer_blocks.1?.*". Only matching layers of targets learn.'
     )
     dropout: float = setting(
         0.0,
         "lora and dora only: the share of an adapter's inputs that a step drops (lora_dropout of peft).",
         within(0, 0.99),
+        needs={"kind": ("lora", "dora")},
     )
 
     @property
@@ -128,6 +157,10 @@ class Method:
         return self.alpha / self.rank if self.alpha else 1.0
 
 
+for_flow = partial(setting, needs={"kind": (FLOW,)})
+for_logit_normal = partial(setting, needs={"kind": (FLOW,), "times": (LOGIT_NORMAL,)})
+
+
 @dataclass(frozen=True)
 class Loss:
     """The training objective."""
@@ -139,18 +172,24 @@ class Loss:
         4000,
         "consistency only: steps until the part of the loss that is unstable at first has its full weight.",
         within(0, 10**9),
+        needs={"kind": (CONSISTENCY,)},
     )
-    times: str = setting(
+    times: str = for_flow(
         LOGIT_NORMAL, "flow only: the distribution of the timesteps, before the model's shift.", among(*TIMES)
     )
-    logit_mean: float = setting(
+    logit_mean: float = for_logit_normal(
         0.0,
         "logit_normal only: the mean, as in NVIDIA's code. Above 0: more noise. diffusers uses the opposite sign.",
         within(-10, 10),
     )
-    logit_std: float = setting(1.0, "logit_normal only: the standard deviation.", within(1e-3, 10))
+    logit_std: float = for_logit_normal(1.0, "logit_normal only: the standard deviation.", within(1e-3, 10))
     # It is a density up to 1.75 (Esser et al. 2024, arXiv 2403.03206, section 3.1).
-    mode_scale: float = setting(1.29, "mode only: the scale of SD3's distribution.", within(-1, 1.75))
+    mode_scale: float = setting(
+        1.29, "mode only: the scale of SD3's distribution.", within(-1, 1.75), needs={"kind": (FLOW,), "times": (MODE,)}
+    )
+
+
+for_prodigy = partial(setting, needs={"name": FINDING_RATE})
 
 
 @dataclass(frozen=True)
@@ -177,8 +216,15 @@ class Optimizer:
         "0: no average.",
         within(0, 0.999999),
     )
-    d0: float = setting(1e-6, "prodigy only: the first estimate of how far the weights have to move.", within(1e-12, 1))
-    d_coef: float = setting(1.0, "prodigy only: a factor of the learning rate that prodigy finds.", within(1e-3, 1e3))
+    d0: float = for_prodigy(
+        1e-6, "prodigy only: the first estimate of how far the weights have to move.", within(1e-12, 1)
+    )
+    d_coef: float = for_prodigy(
+        1.0, "prodigy only: a factor of the learning rate that prodigy finds.", within(1e-3, 1e3)
+    )
+
+
+for_fsdp = partial(setting, needs={"kind": (FSDP, OFFLOADED)})
 
 
 @dataclass(frozen=True)
@@ -191,8 +237,8 @@ class Parallel:
         "in the CPU's memory while they are not used.",
         among(*KINDS),
     )
-    block: str = setting("", "FSDP only: the class of the modules that are gathered in turn. Empty: SANA's block.")
-    replicas: int = setting(
+    block: str = for_fsdp("", "FSDP only: the class of the modules that are gathered in turn. Empty: SANA's block.")
+    replicas: int = for_fsdp(
         1,
         "FSDP only: copies of the model (HSDP), usually one per machine. The processes are divided evenly among them.",
         within(1, 4096),
@@ -235,8 +281,15 @@ class Phase:
         among(*SCHEDULES, *SHAPED),
     )
     warmup: int = setting(0, "Steps in which the learning rate rises from 0.", within(0, 10**9))
-    cycles: int = setting(1, "cosine_with_restarts only: how often the learning rate falls to 0.", within(1, 10**6))
-    power: float = setting(1.0, "polynomial only: the exponent of the fall to 0.", within(1e-3, 1e3))
+    cycles: int = setting(
+        1,
+        "cosine_with_restarts only: how often the learning rate falls to 0.",
+        within(1, 10**6),
+        needs={"schedule": ("cosine_with_restarts",)},
+    )
+    power: float = setting(
+        1.0, "polynomial only: the exponent of the fall to 0.", within(1e-3, 1e3), needs={"schedule": ("polynomial",)}
+    )
     repeats: tuple[int, ...] = setting(
         (), "For each of data: how many times an epoch learns it (num_repeats of kohya). []: once.", within(1, 10**4)
     )
@@ -246,7 +299,9 @@ class Phase:
         "Other images of the same kind, such as other people. They are learned as often as yours, so that the model "
         "does not forget them.",
     )
-    prior_loss_weight: float = setting(1.0, "How much the regularisation images count.", within(0, 10**3))
+    prior_loss_weight: float = setting(
+        1.0, "How much the regularisation images count.", within(0, 10**3), needs={"regularisation": ()}
+    )
     resolutions: tuple[int, ...] = setting(
         (),
         "More sizes. Every image is learned at resolution and at each of these.",
@@ -262,13 +317,19 @@ class Phase:
         within(1, 64),
     )
     keep_tags: int = setting(
-        0, "tag_orders only: how many first tags stay where they are (keep_tokens of kohya).", within(0, 10**3)
+        0,
+        "tag_orders only: how many first tags stay where they are (keep_tokens of kohya).",
+        within(0, 10**3),
+        needs={"tag_orders": ()},
     )
 
     @property
     def largest(self) -> int:
         """The resolution that takes the most memory."""
         return max(self.resolution, *self.resolutions, 0)
+
+
+for_prompts = partial(setting, needs={"prompts": ()})
 
 
 @dataclass(frozen=True)
@@ -286,16 +347,23 @@ class Validation:
         "The share of images that are never learned and only measure the loss. The result is then the state with the "
         "lowest loss. 0: all images are learned.",
         within(0, 0.5),
+        needs={"every": ()},
     )
     prompts: tuple[str, ...] = setting(
-        (), "Prompts whose images show what has been learned so far. Prompt i uses seed i."
+        (), "Prompts whose images show what has been learned so far. Prompt i uses seed i.", needs={"every": ()}
     )
-    negative_prompt: str = setting("", "The negative prompt of these images.")
-    width: int = setting(0, "The width of these images in pixels. 0: the last phase's resolution.", sides_from(0))
-    height: int = setting(0, "The height of these images in pixels. 0: the last phase's resolution.", sides_from(0))
-    steps: int | None = setting(None, "The sampling steps of these images. Not set: the model's default.")
-    guidance: float | None = setting(None, "The guidance of these images. Not set: the model's default.")
-    control: tuple[Place, ...] = setting((), "ControlNet only: a control image for each prompt, or one for all.")
+    negative_prompt: str = setting(
+        "", "The negative prompt of these images.", needs={"prompts": (), "loss.kind": (FLOW,)}
+    )
+    width: int = for_prompts(0, "The width of these images in pixels. 0: the last phase's resolution.", sides_from(0))
+    height: int = for_prompts(0, "The height of these images in pixels. 0: the last phase's resolution.", sides_from(0))
+    steps: int | None = for_prompts(None, "The sampling steps of these images. Not set: the model's default.")
+    guidance: float | None = for_prompts(None, "The guidance of these images. Not set: the model's default.")
+    control: tuple[Place, ...] = setting(
+        (),
+        "ControlNet only: a control image for each prompt, or one for all.",
+        needs={"method.kind": ("controlnet",), "prompts": ()},
+    )
 
 
 @dataclass(frozen=True)
@@ -311,7 +379,9 @@ class TrainingSettings:
     text_encoder: Place = setting("", "The checkpoint of the text encoder. Empty: model.")
     autoencoder: Place = setting("", "The checkpoint of the VAE. Empty: model.")
     trigger: str = setting(
-        "", "Words to note in the file of the LoRA, so that others know them. They are not added to captions."
+        "",
+        "Words to note in the file of the LoRA, so that others know them. They are not added to captions.",
+        needs={"method.kind": ADAPTERS},
     )
     seed: int = setting(
         0,
@@ -385,22 +455,20 @@ def describe_field(path: str) -> FieldInfo:
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
     """Return `settings`. Raises InputError for the first value that is out of range or conflicts with another."""
-    method, validation = settings.method, settings.validation
     check_fields(settings)
-    check_method(method, settings.dtype)
-    check_loss(settings.loss, method)
-    check_control(method, validation)
-    if validation.prompts and not validation.every:
-        raise InputError(
-            "every: got 0 with validation.prompts, expected the steps between two validations; set it, or remove them"
-        )
+    for number, phase in enumerate(settings.phase, 1):
+        check_fields(phase, f"phase {number}: ")
+    check_method(settings)
+    check_used(settings, settings)
+    validation = settings.validation
+    if validation.every and not (validation.prompts or validation.share):
+        raise unused("validation.every", validation.every, "validation.prompts or validation.share")
     check_parallel(settings)
     check_name(settings.name)
     if not settings.phase:
         raise InputError("phase: got none, expected one or more [[phase]] tables; see recipes/")
     for number, phase in enumerate(settings.phase, 1):
-        check_fields(phase, f"phase {number}: ")
-        check_phase(f"phase {number}", phase)
+        check_phase(phase, f"phase {number}: ", settings)
     return settings
 
 
@@ -425,18 +493,64 @@ def check_fields(settings: Any, prefix: str = "") -> None:
                 check(prefix + name, item)
 
 
-def check_method(method: Method, dtype: str) -> None:
-    """Raise InputError for options of `method` that conflict with each other or with the precision `dtype`."""
-    if method.weights == "bfloat16" and dtype == "float32":
+def check_used(settings: Any, run: TrainingSettings, prefix: str = "", table: str = "") -> None:
+    """Raise InputError for a field of `settings` that is set without the options that it needs to have an effect.
+
+    Errors begin with `prefix` and the field's name. `table` precedes the names of the options.
+    """
+    for row in fields(settings):
+        value = getattr(settings, row.name)
+        if is_dataclass(value):
+            check_used(value, run, f"{row.name}.", f"{row.name}.")
+        if value == row.default:
+            continue
+        for option, values in row.metadata.get("needs", {}).items():
+            *other_table, name = option.split(".")
+            owner = getattr(run, other_table[0]) if other_table else settings
+            chosen = getattr(owner, name)
+            is_used = chosen in values if values else chosen != getattr(type(owner), name)
+            if not is_used:
+                needed = option if other_table else table + option
+                raise unused(prefix + row.name, value, f"{needed} {alternatives(list(values))}" if values else needed)
+
+
+def unused(name: str, value: Any, needed: str) -> InputError:
+    """Return the error of a field that is set without the option `needed`."""
+    got = json.dumps(value, ensure_ascii=False)
+    return InputError(f"{name}: got {got:.40} without {needed}, where it does nothing; set that, or remove this")
+
+
+def check_method(settings: TrainingSettings) -> None:
+    """Raise InputError if the method cannot be trained with this precision, base, loss or number of control images."""
+    method = settings.method
+    if method.weights == "bfloat16" and settings.dtype == "float32":
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
     if method.base == "int8" and method.kind not in QUANTISED:
         raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
-    if method.start and method.whole:
-        raise InputError(f"start: got a file with method {method.kind}, expected one of an adapter; remove it")
-    if method.dropout and method.kind not in ("lora", "dora"):
-        raise InputError(f"dropout: got one with method {method.kind}, expected lora or dora; remove it")
-    if method.layers and method.whole:
-        raise InputError(f"layers: got some with method {method.kind}, expected {', '.join(ADAPTERS)}; remove them")
+    if settings.loss.kind == CONSISTENCY and method.whole:
+        raise InputError(
+            f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
+        )
+    images, prompts = len(settings.validation.control), len(settings.validation.prompts)
+    if method.kind == "controlnet" and prompts and images not in (1, prompts):
+        raise InputError(
+            f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
+        )
+
+
+def check_parallel(settings: TrainingSettings) -> None:
+    """Raise InputError if the method, the loss or the optimizer cannot be trained with this kind of parallelism."""
+    kind, method, name = settings.parallel.kind, settings.method, settings.optimizer.name
+    if kind == DDP:
+        return
+    if method.base != "full":
+        raise InputError(f"base: got {method.base} with parallel {kind}, expected full; or choose ddp")
+    if settings.loss.kind == CONSISTENCY:
+        raise InputError(f"loss: got consistency with parallel {kind}, expected flow; or choose ddp")
+    if kind not in OPTIMIZERS[name].parallel:
+        expected = alternatives([other for other, row in OPTIMIZERS.items() if kind in row.parallel])
+        kinds = alternatives(list(OPTIMIZERS[name].parallel))
+        raise InputError(f"optimizer: got {name} with parallel {kind}, expected {expected}; or choose {kinds}")
 
 
 def check_name(name: str) -> None:
@@ -453,75 +567,129 @@ def check_name(name: str) -> None:
         raise InputError(f"name: got {name!r:.40}, expected at most {LONGEST_NAME} bytes; choose a shorter one")
 
 
-def check_loss(loss: Loss, method: Method) -> None:
-    """Raise InputError for options of `loss` that conflict with each other or with `method`."""
-    for field_name, times in (("logit_mean", LOGIT_NORMAL), ("logit_std", LOGIT_NORMAL), ("mode_scale", MODE)):
-        check_used("loss", loss, field_name, loss.times == times, f"times {times}")
-    if loss.kind == CONSISTENCY and loss != Loss(loss.kind, loss.tangent_warmup):
-        raise InputError("times: got a distribution with loss consistency, which has its own; remove it")
-    if loss.kind == CONSISTENCY and method.whole:
-        raise InputError(
-            f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
-        )
-
-
-def check_control(method: Method, validation: Validation) -> None:
-    """Raise InputError unless a ControlNet has a control image for each prompt, and other methods have none."""
-    images, prompts = len(validation.control), len(validation.prompts)
-    if method.kind != "controlnet":
-        if images:
-            raise InputError(f"control: got {images} images, expected none with method {method.kind}; remove them")
-    elif prompts and images not in (1, prompts):
-        raise InputError(
-            f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
-        )
-
-
-def check_parallel(settings: TrainingSettings) -> None:
-    """Raise InputError if the method, the loss or the optimizer cannot be trained with this kind of parallelism."""
-    kind, method, name = settings.parallel.kind, settings.method, settings.optimizer.name
-    if kind == DDP:
-        if settings.parallel.replicas > 1:
-            raise InputError("replicas: got more than 1 with parallel ddp, expected fsdp; remove it, or choose that")
-        return
-    if method.base != "full":
-        raise InputError(f"base: got {method.base} with parallel {kind}, expected full; or choose ddp")
-    if settings.loss.kind == CONSISTENCY:
-        raise InputError(f"loss: got consistency with parallel {kind}, expected flow; or choose ddp")
-    if kind not in OPTIMIZERS[name].parallel:
-        expected = alternatives([other for other, row in OPTIMIZERS.items() if kind in row.parallel])
-        kinds = alternatives(list(OPTIMIZERS[name].parallel))
-        raise InputError(f"optimizer: got {name} with parallel {kind}, expected {expected}; or choose {kinds}")
-
-
-def check_phase(name: str, phase: Phase) -> None:
+def check_phase(phase: Phase, prefix: str, run: TrainingSettings) -> None:
+    """Raise InputError for values of a phase that conflict with each other. Errors begin with `prefix`."""
     sides = (phase.resolution, *phase.resolutions)
     if len({*sides}) < len(sides):
-        raise InputError(f"{name}: resolutions: got a size twice, expected others than {phase.resolution}; remove it")
-    for field_name, used, needed in (
-        ("prior_loss_weight", phase.regularisation, "regularisation"),
-        ("keep_tags", phase.tag_orders > 1, "tag_orders"),
-        ("cycles", phase.schedule == "cosine_with_restarts", "schedule cosine_with_restarts"),
-        ("power", phase.schedule == "polynomial", "schedule polynomial"),
-    ):
-        check_used(name, phase, field_name, bool(used), needed)
-    for field_name, numbers in (("repeats", phase.repeats), ("weights", phase.weights)):
+        raise InputError(f"{prefix}resolutions: got a size twice, expected others than {phase.resolution}; remove it")
+    check_used(phase, run, prefix)
+    for name, numbers in (("repeats", phase.repeats), ("weights", phase.weights)):
         if len(numbers) not in (0, len(phase.data)):
             raise InputError(
-                f"{name}: got {len(numbers)} {field_name} for {len(phase.data)} sets of data, expected one for each"
+                f"{prefix}got {len(numbers)} {name} for {len(phase.data)} sets of data, expected one for each"
             )
     if phase.weights and not any(phase.weights):
-        raise InputError(f"{name}: weights: got only 0, so nothing is trained; raise one")
+        raise InputError(f"{prefix}weights: got only 0, so nothing is trained; raise one")
     if (phase.epochs is None) == (phase.steps is None):
-        raise InputError(f"{name}: got {'neither' if phase.steps is None else 'both'} of epochs and steps; set one")
+        raise InputError(f"{prefix}got {'neither' if phase.steps is None else 'both'} of epochs and steps; set one")
     if not phase.data:
-        raise InputError(f"{name}: got no data, expected one or more folders; name the folder of your images")
+        raise InputError(f"{prefix}got no data, expected one or more folders; name the folder of your images")
 
 
-def check_used(name: str, settings: Phase | Loss, field_name: str, used: bool, needed: str) -> None:
-    """Raise InputError if a field is set but not `used`, because it has no effect without the option `needed`."""
-    value = getattr(settings, field_name)
-    if value != getattr(type(settings), field_name) and not used:
-        raise InputError(
-            f"{name}: {field_name}: got {value} without {needed}, where it does nothing; set that, or remove this"
-        )
+# The settings file
+
+
+def describe_settings() -> str:
+    """Return all keys of a settings file with their defaults as TOML, and above each its description and range."""
+    lines: list[str] = []
+    for table, kind in TABLES.items():
+        if table:
+            lines += ["", f"# {kind.__doc__ or table}", "[[phase]]" if table == "phase" else f"[{table}]"]
+        for row in fields(kind):
+            if row.name in TABLES:
+                continue
+            info = describe_field(f"{table}.{row.name}")
+            comment = info.help
+            if info.names:
+                comment += f" One of {', '.join(info.names)}."
+            elif info.low is not None and info.high is not None:
+                limit = f"{info.low:g} to {info.high:g}" if info.high <= LARGEST_LIMIT else f"at least {info.low:g}"
+                comment += f" Range: {limit}."
+            lines += wrap(comment, WIDTH, initial_indent="# ", subsequent_indent="# ")
+            if info.default is MISSING:
+                lines.append(f'{row.name} = ""  # required')
+            else:
+                # TOML has no value for "not set".
+                lines.append(f"# {row.name} =" if info.default is None else f"{row.name} = {json.dumps(info.default)}")
+    return "\n".join(lines)
+
+
+def read_settings(file: Path) -> TrainingSettings:
+    """Return the settings in the TOML file `file`. Paths in it are relative to its folder.
+
+    Raises MissingFileError, ReadError, and InputError for text that is no TOML, for an unknown or missing key, and for
+    values that are out of range.
+    """
+    data = read_user_file("settings", file, "a TOML file as in recipes/", LARGEST_FILE + 1)
+    settings = parse(TrainingSettings, parse_toml(data, file.name), file.name, file.parent)
+    try:
+        return check_settings(settings)
+    except InputError as error:
+        raise type(error)(f"{file.name}: {error}") from None
+
+
+def parse_toml(data: bytes, name: str) -> Json:
+    """Return the tables of `data`. Errors call the file `name`."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    if len(data) > LARGEST_FILE:
+        raise InputError(f"{name}: got more than {LARGEST_FILE} bytes, expected a TOML file; name another")
+    try:
+        # Windows editors put a byte order mark before the text.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: got a file that is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    try:
+        return tomllib.loads(text)
+    # RecursionError: tables that are nested too deeply.
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        has_backslash = line is not None and "\\" in text.split("\n")[int(line[1]) - 1]
+        remedy = SINGLE_QUOTES if has_backslash else "correct that line"
+        raise InputError(f"{name}: not TOML ({str(error) or 'nested too deeply'!s:.80}); {remedy}") from None
+
+
+def parse(kind: type, table: object, name: str, folder: Path) -> Any:
+    """Return `table` as the dataclass `kind`. Its paths are relative to `folder`. Errors call it `name`."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"{name}: got {table!r:.40}, expected a table; see recipes/")
+    hints = get_type_hints(kind, include_extras=True)
+    for key in table:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, 1, 0.0)[0]
+            raise InputError(f"{name}: got the key {key!r:.40}, which nothing reads; the nearest is {near}")
+    required = {row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING}
+    for key in sorted(required - table.keys()):
+        raise InputError(f"{name}: {key} is missing; add it")
+    return kind(**{key: parse_value(hints[key], value, f"{name}: {key}", folder) for key, value in table.items()})
+
+
+def parse_value(kind: Any, value: object, name: str, folder: Path) -> Any:
+    if get_origin(kind) is Annotated:
+        path = parse_value(get_args(kind)[0], value, name, folder)
+        if not path:
+            return path
+        if CONTROL_CHARACTER.search(path):
+            # For example "D:\new\train" in double quotes.
+            raise InputError(f"{name}: got {path!r:.80}, a path with a control character; {SINGLE_QUOTES}")
+        return str(folder / path)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return parse(kind, value, name, folder)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        # A single text is a list of one.
+        values = [value] if inner in (str, Place) and isinstance(value, str) else value
+        if is_dataclass(inner) and isinstance(value, Mapping):
+            raise InputError(f"{name}: got [phase], expected a list of tables; write [[phase]]")
+        if not isinstance(values, list):
+            raise InputError(f"{name}: got {value!r:.40}, expected a list; put it into brackets")
+        return tuple(parse_value(inner, item, name, folder) for item in values)
+    plain = next(option for option in get_args(kind) or (kind,) if option is not type(None))
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not plain:
+        words = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+        raise InputError(f"{name}: got {value!r:.40}, expected {words[plain]}; correct it")
+    return value

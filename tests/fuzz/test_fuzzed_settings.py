@@ -4,8 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import changed_bytes
 
-from sana_core.training.settings import TrainingSettings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import TrainingSettings, read_settings
 
 SETTINGS = """
 model = "model"

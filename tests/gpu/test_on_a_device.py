@@ -15,7 +15,7 @@ from sana_core.kernels.trial import TRIALS, kernels_on
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.known_models import VARIANTS
 from sana_core.runtime.image_files import levels
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import read_settings
 from sana_core.training.trainer import train
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"

@@ -159,6 +159,12 @@ def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
 TOGETHER = {
     "base": ({"base": "int8", "method": "dora"}, "^base: got int8 with method dora, expected full; or choose lora or"),
     "existing_lora": ({"existing_lora": "gone.safetensors"}, "^existing_lora: no file 'gone.safetensors'"),
+    "d0": ({"d0": 1e-3}, "^d0: got 0.001 without optimizer prodigy, where it does nothing; set that, or remove this$"),
+    "d_coef": ({"d_coef": 2.0, "optimizer": "came"}, "^d_coef: got 2.0 without optimizer prodigy, where it does"),
+    "prior_loss_weight": ({"prior_loss_weight": 0.5}, "^prior_loss_weight: got 0.5 without regularisation, where it"),
+    "validate_every": ({"validate_every": 7}, "^validate_every: got 7 without validation_prompts or held_out, where"),
+    "held_out": ({"validate_every": 0, "held_out": 0.1}, "^held_out: got 0.1 without validate_every, where it does"),
+    "validation_prompts": ({"validate_every": 0, "validation_prompts": "x"}, "^validation_prompts: got .* without va"),
 }
 
 

@@ -28,7 +28,7 @@ from sana_core.checkpoints.generation import shift_of
 from sana_core.model.text import encode_prompts
 from sana_core.runtime.image_files import levels
 from sana_core.training.dataset import check_controls, read_dataset
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import read_settings
 
 
 @pytest.fixture(scope="module")

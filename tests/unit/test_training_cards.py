@@ -11,8 +11,7 @@ from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
 from sana_core.training.autofit import arrangement_lines, cheapest, largest_memory, pieces_of, rank_memory
 from sana_core.training.released import released_base
-from sana_core.training.settings import Parallel, Validation
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import Parallel, Validation, read_settings
 from sana_core.training.sharding import microbatches
 
 GB = 2**30

@@ -13,8 +13,7 @@ from sana_core.model.known_models import Architecture
 from sana_core.training import plan
 from sana_core.training.plan import duration_lines, read_base, step_operations
 from sana_core.training.released import released_base, released_shapes
-from sana_core.training.settings import Method
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import Method, read_settings
 
 MODEL = Architecture(2240, 8)
 

@@ -35,8 +35,7 @@ from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimi
 from sana_core.training.plan import count_batch, plan_training, read_base, training_stage
 from sana_core.training.quantised_base import quantise_base
 from sana_core.training.released import released_base, released_shapes, released_variant
-from sana_core.training.settings import Method, Validation
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import Method, Validation, read_settings
 
 SMALL = Architecture(640, 2)
 CARDS = {name: size * 2**30 for name, size in (("4", 4), ("6", 6), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}

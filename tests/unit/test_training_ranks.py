@@ -239,5 +239,5 @@ def test_a_step_with_fewer_pictures_than_ranks_is_refused():
         settings("fsdp", optimizer="prodigy")
     with pytest.raises(InputError, match="optimizer: got adamw8bit with parallel fsdp_offload"):
         settings("fsdp_offload", optimizer="adamw8bit")
-    with pytest.raises(InputError, match="replicas: got more than 1 with parallel ddp"):
+    with pytest.raises(InputError, match="parallel.replicas: got 2 without parallel.kind fsdp or fsdp_offload"):
         settings(replicas=2)

@@ -1,5 +1,6 @@
 """A run's TOML file: an error is one line that names the wrong key and the nearest valid one."""
 
+import re
 from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_origin, get_type_hints
 
@@ -9,8 +10,15 @@ from setup import ROOT
 from sana_core.__main__ import main
 from sana_core.errors import InputError, MissingFileError
 from sana_core.training.ranks import all_values
-from sana_core.training.settings import TABLES, Phase, TrainingSettings, check_settings, describe_field
-from sana_core.training.settings_file import describe_settings, read_settings
+from sana_core.training.settings import (
+    TABLES,
+    Phase,
+    TrainingSettings,
+    check_settings,
+    describe_field,
+    describe_settings,
+    read_settings,
+)
 
 WHOLE = """
 model = "model"
@@ -68,7 +76,7 @@ WRONG = {
     ),
     "control": (
         WHOLE + "[validation]\ncontrol = 'a.png'",
-        "control: got 1 images, expected none with method lora",
+        "validation.control: got .* without method.kind controlnet, where it does nothing; set that, or remove this",
     ),
     "no control": (
         WHOLE + "[method]\nkind = 'controlnet'\n[validation]\nprompts = ['a', 'b', 'c']\ncontrol = ['a', 'b']",
@@ -110,11 +118,11 @@ WRONG = {
     ),
     "mean of other times": (
         WHOLE + '[loss]\ntimes = "uniform"\nlogit_mean = 0.5',
-        "loss: logit_mean: got 0.5 without times logit_normal, where it does nothing; set that, or remove this",
+        "loss.logit_mean: got 0.5 without loss.times logit_normal, where it does nothing; set that, or remove this",
     ),
     "prompts that are never drawn": (
         WHOLE + '[validation]\nprompts = ["a fox"]',
-        "every: got 0 with validation.prompts, expected the steps between two validations; set it, or remove them",
+        r'validation.prompts: got \["a fox"\] without validation.every, where it does nothing; set that, or remove',
     ),
     "repeats": (
         WHOLE + "repeats = [1, 2]",
@@ -125,10 +133,16 @@ WRONG = {
     "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),
     "times of Sprint": (
         WHOLE + "[loss]\nkind = 'consistency'\nlogit_std = 1.6",
-        "times: got a distribution with loss consistency, which has its own",
+        "loss.logit_std: got 1.6 without loss.kind flow, where it does nothing; set that, or remove this",
     ),
-    "dropout": (WHOLE + "[method]\nkind = 'lokr'\ndropout = 0.1", "dropout: got one with method lokr, expected lora"),
-    "layers": (WHOLE + "[method]\nkind = 'full'\nlayers = '*'", "layers: got some with method full, expected lora"),
+    "dropout": (
+        WHOLE + "[method]\nkind = 'lokr'\ndropout = 0.1",
+        "method.dropout: got 0.1 without method.kind lora or dora",
+    ),
+    "layers": (
+        WHOLE + "[method]\nkind = 'full'\nlayers = '*'",
+        "method.layers: got .* without method.kind lora, dora or lokr",
+    ),
     "nested": ("a = " + "[" * 100_000, "not TOML"),
     "a newline and a tab": (
         WHOLE.replace('"pictures"', r'"D:\new\train"'),
@@ -153,6 +167,75 @@ def test_what_is_wrong_is_named(tmp_path, fault):
         read_settings(write(tmp_path, text))
     assert str(caught.value).startswith("run.toml: ")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+# Settings that have an effect with some options only: a TOML text that sets one without them, and the missing option.
+UNUSED = {
+    "method.rank": ("kind = 'full'\nrank = 8", "got 8 without method.kind lora, dora or lokr"),
+    "method.alpha": ("kind = 'controlnet'\nalpha = 8", "got 8.0 without method.kind lora, dora or lokr"),
+    "method.targets": ("kind = 'full'\ntargets = 'both'", 'got "both" without method.kind lora, dora or lokr'),
+    "method.weights": ("weights = 'bfloat16'", 'got "bfloat16" without method.kind controlnet or full'),
+    "method.blocks": ("kind = 'full'\nblocks = 3", "got 3 without method.kind controlnet"),
+    "method.start": ("kind = 'full'\nstart = 'a'", "got .* without method.kind lora, dora or lokr"),
+    "method.layers": ("kind = 'full'\nlayers = '*'", r'got \["\*"\] without method.kind lora, dora or lokr'),
+    "method.dropout": ("kind = 'lokr'\ndropout = 0.1", "got 0.1 without method.kind lora or dora"),
+    "loss.tangent_warmup": ("tangent_warmup = 3", "got 3 without loss.kind consistency"),
+    "loss.times": ("kind = 'consistency'\ntimes = 'mode'", 'got "mode" without loss.kind flow'),
+    "loss.logit_mean": ("times = 'mode'\nlogit_mean = 0.5", "got 0.5 without loss.times logit_normal"),
+    "loss.logit_std": ("kind = 'consistency'\nlogit_std = 2.0", "got 2.0 without loss.kind flow"),
+    "loss.mode_scale": ("mode_scale = 1.0", "got 1.0 without loss.times mode"),
+    "optimizer.d0": ("d0 = 1e-5", "got 1e-05 without optimizer.name prodigy"),
+    "optimizer.d_coef": ("name = 'came'\nd_coef = 2", "got 2.0 without optimizer.name prodigy"),
+    "parallel.block": ("block = 'SanaBlock'", 'got "SanaBlock" without parallel.kind fsdp or fsdp_offload'),
+    "parallel.replicas": ("replicas = 2", "got 2 without parallel.kind fsdp or fsdp_offload"),
+    "phase.cycles": ("schedule = 'cosine'\ncycles = 2", "got 2 without schedule cosine_with_restarts"),
+    "phase.power": ("power = 2", "got 2.0 without schedule polynomial"),
+    "phase.prior_loss_weight": ("prior_loss_weight = 0.5", "got 0.5 without regularisation"),
+    "phase.keep_tags": ("keep_tags = 1", "got 1 without tag_orders"),
+    "validation.every": ("every = 9", "got 9 without validation.prompts or validation.share"),
+    "validation.share": ("share = 0.1", "got 0.1 without validation.every"),
+    "validation.prompts": ("prompts = 'a fox'", r'got \["a fox"\] without validation.every'),
+    "validation.negative_prompt": (
+        "every = 9\nshare = 0.1\nnegative_prompt = 'x'",
+        'got "x" without validation.prompts',
+    ),
+    "validation.width": ("width = 64", "got 64 without validation.prompts"),
+    "validation.height": ("height = 64", "got 64 without validation.prompts"),
+    "validation.steps": ("steps = 4", "got 4 without validation.prompts"),
+    "validation.guidance": ("guidance = 3", "got 3.0 without validation.prompts"),
+    "validation.control": ("every = 9\nprompts = 'x'\ncontrol = 'a'", "got .* without method.kind controlnet"),
+    "trigger": ("[method]\nkind = 'full'", 'got "my style" without method.kind lora, dora or lokr'),
+}
+
+
+@pytest.mark.parametrize("setting", UNUSED)
+def test_a_setting_that_the_other_settings_ignore_is_refused(tmp_path, setting):
+    text, expected = UNUSED[setting]
+    table, _, name = setting.rpartition(".")
+    if table == "phase":
+        text, name = WHOLE + text, f"phase 1: {name}"
+    elif table:
+        text, name = f"{WHOLE}[{table}]\n{text}", setting
+    else:
+        text = f'{name} = "my style"\n{WHOLE}{text}'
+    with pytest.raises(InputError, match=rf"^run.toml: {name}: {expected}, where it does nothing; set that, or remove"):
+        read_settings(write(tmp_path, text))
+
+
+def test_every_setting_for_some_options_only_is_in_the_table():
+    """The help of such a setting begins with the option, as in "prodigy only:", or the row of the setting needs one."""
+    conditional = {"validation.every"}
+    for table, kind in TABLES.items():
+        for row in fields(kind):
+            if row.metadata.get("needs") or re.match(r"[\w ]+ only:", row.metadata.get("help", "")):
+                conditional.add(f"{table}.{row.name}".removeprefix("."))
+    assert conditional == UNUSED.keys()
+
+
+def test_a_negative_prompt_of_sana_sprint_is_refused(tmp_path):
+    text = WHOLE + "[loss]\nkind = 'consistency'\n[validation]\nevery = 1\nprompts = 'a'\nnegative_prompt = 'b'"
+    with pytest.raises(InputError, match='validation.negative_prompt: got "b" without loss.kind flow, where it does'):
+        read_settings(write(tmp_path, text))
 
 
 def texts_in(kind, before=""):

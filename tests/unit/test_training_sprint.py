@@ -34,8 +34,16 @@ from sana_core.training.loss import (
     validation_times,
 )
 from sana_core.training.quantised_base import quantise_base
-from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.settings_file import read_settings
+from sana_core.training.settings import (
+    Loss,
+    Method,
+    Optimizer,
+    Phase,
+    TrainingSettings,
+    Validation,
+    check_settings,
+    read_settings,
+)
 
 ANGLE = torch.tensor([0.3, 1.2])
 GUIDANCE = torch.tensor([4.0, 5.0])

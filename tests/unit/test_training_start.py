@@ -169,7 +169,7 @@ def test_settings_that_cannot_be_followed_are_named(checkpoint, tmp_path, lora):
         begun(checkpoint, write(tmp_path, named(lora[0]), lora_adapter_metadata=metadata))
     with pytest.raises(CheckpointError, match="found a SANA transformer"):
         begun(checkpoint, checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(InputError, match="^start: got a file with method full"):
+    with pytest.raises(InputError, match='^method.start: got "a.safetensors" without method.kind lora'):
         check_settings(
             TrainingSettings("m", "o", (Phase(("d",), steps=1),), method=Method("full", start="a.safetensors"))
         )

@@ -27,7 +27,7 @@ from ..loading.controlnet import load_controlnet
 from ..loading.lora import apply_lora
 from ..loading.vae import vae_path
 from ..sampling.guidance import require_images
-from .fields import LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of
+from .fields import FIELDS, LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of
 from .results import list_result
 from .view import View, read_sheet
 
@@ -114,8 +114,7 @@ def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) ->
 def make_phase(dataset: Dataset, prior: Dataset | None, values: Mapping[str, Any]) -> Phase:
     """Return the only phase of the run. `prior` are the regularisation images, which have the same resolution."""
     if prior is None:
-        # Without images, the weight has no effect, and the settings refuse it.
-        return Phase((dataset.folder,), dataset.resolution, **{**values, "prior_loss_weight": 1.0})
+        return Phase((dataset.folder,), dataset.resolution, **values)
     if prior.resolution != dataset.resolution:
         raise InputError(
             f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
@@ -141,8 +140,10 @@ def make_settings(
     _, _, _, reference, _ = loaded_from(model)
     tables = tables_of({**chosen.values, **values})
     prompts = tuple(split_prompts(values.get("validation_prompts", "")))
-    if not tables["validation"]["every"]:
-        prompts = ()
+    validation = tables["validation"]
+    # The settings refuse an interval without anything to validate. The widget has a default, which counts as not set.
+    if not prompts and not validation["share"] and validation["every"] == FIELDS["validate_every"].default:
+        validation["every"] = 0
     return check_settings(
         TrainingSettings(
             model=path_of(model),
@@ -157,7 +158,7 @@ def make_settings(
             phase=(make_phase(dataset, chosen.regularisation, tables["phase"]),),
             method=make_method(chosen, tables),
             optimizer=Optimizer(**tables["optimizer"]),
-            validation=Validation(**tables["validation"], prompts=prompts),
+            validation=Validation(**validation, prompts=prompts),
             **tables[""],
         )
     )
