@@ -3,8 +3,8 @@
 import torch
 
 import sana_core
-from sana_core.training.adapters import adapter_tensors, add_adapter, write_adapter
 from sana_core.training.settings import Method
+from sana_core.training.trained_model import adapter_tensors, add_adapter, write_adapter
 
 
 def learn_something(model, much=0.05):

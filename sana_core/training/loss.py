@@ -27,8 +27,8 @@ from ..model.known_models import GUIDANCE
 from ..model.reference import model_timestep
 from ..runtime.accelerator import current_device
 from ..sampling.schedules import shift_sigmas
-from .controlnet import steered, steering_residuals
 from .settings import MODE, UNIFORM, Loss
+from .trained_model import steered, steering_residuals
 
 if TYPE_CHECKING:
     from diffusers import SanaTransformer2DModel

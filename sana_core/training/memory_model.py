@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from ..model.known_models import CROSS_HEADS, HEAD_DIM, MAX_TOKENS, TEXT_WIDTH, Architecture
 from ..model.latents import CHANNELS
 from ..runtime.cancellation import Poll, no_poll
-from .adapters import layer_names
 from .cache import Batch
 from .came import CAME
 from .optimizers import OPTIMIZERS, make_optimizer, step_optimizer
 from .settings import Method, TrainingSettings
+from .trained_model import layer_names
 from .trainer import Trainer
 
 if TYPE_CHECKING:

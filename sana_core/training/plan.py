@@ -35,7 +35,6 @@ from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
 from ..split.cost import position_flops
 from ..split.speed import SIDE, seconds_of
-from .adapters import check_layers
 from .images import shapes_at
 from .memory_model import (
     FP32_BYTES,
@@ -49,6 +48,7 @@ from .memory_model import (
 )
 from .run_log import clock
 from .settings import CONSISTENCY, Phase, TrainingSettings
+from .trained_model import check_layers
 
 # Copies of the largest weight in fp32 while an adapter is added to it.
 MERGED_COPIES = 2

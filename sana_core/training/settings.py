@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from ..checkpoints.lora import ROWS
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
@@ -23,11 +24,37 @@ from ..runtime.text import Json
 from ..runtime.user_files import read_user_file
 from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS, alternatives
 
-ADAPTERS = ("lora", "dora", "lokr")
+
+class AdapterSpec(NamedTuple):
+    """A row of ADAPTERS: everything that distinguishes one kind of adapter from another."""
+
+    # The class of its config in peft.
+    config: str
+    # The scale alpha / rank is folded into one of these matrices.
+    scaled: tuple[str, ...]
+    # A file with one of these parts has an adapter of this kind, unless a later row fits as well.
+    marks: tuple[str, ...]
+    # More options of that class than rank, alpha, layers and dropout.
+    options: Mapping[str, bool] = {}
+    # The exact base weights are needed: to train it, so that they cannot be in 8 bits, and to write its file.
+    needs_base: bool = False
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether it has the options of LoRA: dropout, and metadata in its file from which loaders build the config."""
+        return self.config == "LoraConfig"
+
+
+ADAPTERS = {
+    "lora": AdapterSpec("LoraConfig", scaled=("lora_B",), marks=("lora_A",)),
+    # The norms of the base's rows are a part of a DoRA.
+    "dora": AdapterSpec("LoraConfig", scaled=("lora_B",), marks=(ROWS,), options={"use_dora": True}, needs_base=True),
+    "lokr": AdapterSpec("LoKrConfig", scaled=("lokr_w1", "lokr_w1_a"), marks=("lokr_w1", "lokr_w1_a")),
+}
 METHODS = (*ADAPTERS, "controlnet", "full")
 BASES = ("full", "int8")
-# Adapters that can be trained on a base in 8 bits. DoRA needs the exact norms of the rows of the base.
-QUANTISED = ("lora", "lokr")
+# Adapters that can be trained on a base in 8 bits.
+QUANTISED = tuple(name for name, row in ADAPTERS.items() if not row.needs_base)
 # Optimizers that find the learning rate themselves.
 FINDING_RATE = tuple(name for name, row in OPTIMIZERS.items() if row.finds_rate)
 TARGETS = ("attention", "feed_forward", "both")
@@ -90,7 +117,7 @@ def setting(default: Any, text: str, check: Check | None = None, needs: Needs | 
 
 
 # Fields that have an effect with an adapter only.
-for_adapters = partial(setting, needs={"kind": ADAPTERS})
+for_adapters = partial(setting, needs={"kind": (*ADAPTERS,)})
 
 
 @dataclass(frozen=True)
@@ -143,7 +170,7 @@ class Method:
         0.0,
         "lora and dora only: the share of an adapter's inputs that a step drops (lora_dropout of peft).",
         within(0, 0.99),
-        needs={"kind": ("lora", "dora")},
+        needs={"kind": [name for name, row in ADAPTERS.items() if row.is_lora]},
     )
 
     @property
@@ -381,7 +408,7 @@ class TrainingSettings:
     trigger: str = setting(
         "",
         "Words to note in the file of the LoRA, so that others know them. They are not added to captions.",
-        needs={"method.kind": ADAPTERS},
+        needs={"method.kind": (*ADAPTERS,)},
     )
     seed: int = setting(
         0,

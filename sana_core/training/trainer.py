@@ -3,7 +3,7 @@
 `Trainer` is to be read from top to bottom. Its methods are in the order in which they run: check the settings, hold the
 folder, prepare the data, load the model, resume, then the loop (validate, save, step), and publish the result. The
 components have files of their own: the data (dataset, images, cache), the order of the batches and the learning rate
-(schedule), the model (adapters, controlnet, quantised_base), the optimizer, the loss, the ranks and their shards, the
+(schedule), the model (trained_model), the optimizer, the loss, the ranks and their shards, the
 saved states, and the validation's images (previews).
 """
 
@@ -35,21 +35,10 @@ from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
 from ..model.text import encode_prompts
 from ..runtime.accelerator import chosen_device
-from ..runtime.atomic_files import make_folder, reason_of, remove
+from ..runtime.atomic_files import digest_of, make_folder, reason_of, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
-from .adapters import (
-    adapter_tensors,
-    add_adapter,
-    begin_at,
-    check_layers,
-    merged,
-    needs_start,
-    start_digest,
-    without_dropout,
-    write_adapter,
-)
 from .cache import (
     IMAGE_FAULTS,
     Batch,
@@ -64,9 +53,8 @@ from .cache import (
     read_image,
 )
 from .came import CAME
-from .controlnet import begin_controlnet, check_steerable
 from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
-from .images import choose_bucket
+from .images import FileRange, choose_bucket, read_range
 from .loss import (
     Point,
     Prompt,
@@ -96,7 +84,6 @@ from .optimizers import (
     validation_weights,
 )
 from .previews import Inputs, check_own, encode_validation, generate_validation, write_sheet
-from .quantised_base import quantise_base
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
 from .run_log import Line, RunLog
 from .schedule import (
@@ -117,7 +104,7 @@ from .schedule import (
     same_epochs,
     warn_of_rate,
 )
-from .settings import CONSISTENCY, FLOW, Phase, TrainingSettings
+from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import (
     SavedState,
@@ -130,6 +117,7 @@ from .states import (
     find_states,
     note_result,
     publish,
+    read_run,
     read_state,
     remove_older,
     restore,
@@ -137,6 +125,18 @@ from .states import (
     tensors_of,
     write_state,
     writing,
+)
+from .trained_model import (
+    adapter_tensors,
+    add_adapter,
+    begin_at,
+    begin_controlnet,
+    check_layers,
+    check_steerable,
+    merged,
+    quantise_base,
+    without_dropout,
+    write_adapter,
 )
 
 if TYPE_CHECKING:
@@ -875,7 +875,8 @@ class Trainer:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
         with self.averaged():
             # The file of a LoRA or LoKr has no base weights. A DoRA needs the base to be written for ComfyUI.
-            trained_alone = self.settings.method.kind in ("lora", "lokr")
+            method = self.settings.method
+            trained_alone = not method.whole and not ADAPTERS[method.kind].needs_base
             models = self.gather_models(torch.device("cpu"), trained_alone)
             self.ranks.run_on_rank0(lambda: self.export(models, part))
 
@@ -1134,6 +1135,11 @@ def check_base(settings: TrainingSettings) -> float:
     return shift_of(info, None, settings.reference)
 
 
+def needs_start(settings: TrainingSettings) -> bool:
+    """Whether a run begins with the file `method.start`. A run with a saved state resumes without it."""
+    return bool(settings.method.start) and not find_states(Path(settings.out))
+
+
 def describe_config(settings: TrainingSettings) -> Json:
     """Return the settings that states depend on and that no phase may change. The model's digest is added later."""
     method = settings.method
@@ -1147,7 +1153,12 @@ def describe_config(settings: TrainingSettings) -> Json:
     if settings.loss.kind != FLOW:
         config["loss"] = settings.loss.kind
     if method.start:
-        config["start"] = start_digest(settings)
+        run = read_run(Path(settings.out))[0] or {}
+        if "start" in run and not Path(method.start).exists():
+            # A run with a saved state resumes without the file.
+            config["start"] = run["start"]
+        else:
+            config["start"] = digest_of(read_range(FileRange(Path(method.start)), method.start))
     if method.kind == "controlnet":
         config["blocks"] = method.blocks
     elif method.kind != "full":

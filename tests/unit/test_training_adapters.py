@@ -12,8 +12,8 @@ from trained import same, velocity
 
 import sana_core
 from sana_core.checkpoints.lora import merge_loras
-from sana_core.training.adapters import adapter_layers, adapter_tensors, add_adapter, merged, write_adapter
 from sana_core.training.settings import Method
+from sana_core.training.trained_model import adapter_layers, adapter_tensors, add_adapter, merged, write_adapter
 
 KINDS = ("lora", "dora", "lokr")
 

@@ -19,9 +19,9 @@ from sana_core.errors import InputError
 from sana_core.model.controlnet import Control
 from sana_core.model.reference import model_timestep
 from sana_core.training import trainer
-from sana_core.training.controlnet import begin_controlnet, check_steerable
 from sana_core.training.loss import flow_loss
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.trained_model import begin_controlnet, check_steerable
 from sana_core.training.trainer import Trainer
 
 REFERENCES = ("diffusers", "nvidia")

@@ -27,15 +27,13 @@ from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, count
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.runtime.accelerator import current_accelerator
-from sana_core.training.adapters import adapter_layers, add_adapter
 from sana_core.training.autofit import fit_lines, propose
-from sana_core.training.controlnet import begin_controlnet
 from sana_core.training.memory_model import count_optimizer
 from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer
 from sana_core.training.plan import count_batch, plan_training, read_base, training_stage
-from sana_core.training.quantised_base import quantise_base
 from sana_core.training.released import released_base, released_shapes, released_variant
 from sana_core.training.settings import Method, Validation, read_settings
+from sana_core.training.trained_model import adapter_layers, add_adapter, begin_controlnet, quantise_base
 
 SMALL = Architecture(640, 2)
 CARDS = {name: size * 2**30 for name, size in (("4", 4), ("6", 6), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}

@@ -15,11 +15,10 @@ from trained import Stopped, same, stopping_after
 import sana_core
 from sana_core.errors import InputError
 from sana_core.training import trainer
-from sana_core.training.adapters import adapter_layers, add_adapter
-from sana_core.training.quantised_base import quantise_base, quantise_layer, quantise_rows
 from sana_core.training.run_log import read_losses
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
+from sana_core.training.trained_model import adapter_layers, add_adapter, quantise_base, quantise_layer, quantise_rows
 
 LAYERS = {
     "linear": (lambda: torch.nn.Linear(96, 40), (3, 5, 96)),

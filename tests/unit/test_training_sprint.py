@@ -20,7 +20,6 @@ import sana_core
 from sana_core.commands.train import plan_lines
 from sana_core.errors import InputError
 from sana_core.training import trainer
-from sana_core.training.adapters import add_adapter
 from sana_core.training.loss import (
     Prompt,
     consistency_error,
@@ -33,7 +32,6 @@ from sana_core.training.loss import (
     trigflow_velocity,
     validation_times,
 )
-from sana_core.training.quantised_base import quantise_base
 from sana_core.training.settings import (
     Loss,
     Method,
@@ -44,6 +42,7 @@ from sana_core.training.settings import (
     check_settings,
     read_settings,
 )
+from sana_core.training.trained_model import add_adapter, quantise_base
 
 ANGLE = torch.tensor([0.3, 1.2])
 GUIDANCE = torch.tensor([4.0, 5.0])

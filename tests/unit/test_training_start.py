@@ -18,8 +18,8 @@ from trained import same, velocity
 import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.training import trainer
-from sana_core.training.adapters import adapter_tensors, add_adapter, begin_at
 from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
+from sana_core.training.trained_model import adapter_tensors, add_adapter, begin_at
 
 RANK = 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -53,7 +53,7 @@ OPTIONAL = {
     "schedule": Field("phase.schedule", names=SCHEDULES),
     "warmup": Field("phase.warmup"),
     "gradient_clip": Field("optimizer.clip", step=0.01),
-    "method": Field("method.kind", names=ADAPTERS),
+    "method": Field("method.kind", names=(*ADAPTERS,)),
     "targets": Field("method.targets"),
     "alpha": Field("method.alpha", step=0.5, default=0.0),
     "base": Field("method.base"),
