@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,21 +33,21 @@ class OptimizerSpec(NamedTuple):
     make: Callable[[list[dict], Json], torch.optim.Optimizer]
     # The decay of the moving averages, as the authors recommend.
     betas: tuple[float, ...]
-    # The package that has it, None for torch and this package.
+    # The package that contains it. None: torch or this package.
     library: str | None = None
     # A step can treat one parameter at a time, so that updates of bf16 weights can be rounded stochastically. Otherwise
     # the step sums over all parameters, and only fp32 weights can be trained.
     per_parameter: bool = True
     # How GPUs may divide the training.
     parallel: tuple[str, ...] = KINDS
-    # Numbers of shards that several GPUs update together, to exchange their sums at once.
+    # Sharded training only: elements that the GPUs update together, to exchange their sums at once. 0: not needed.
     bucket: int = 0
-    # Only prodigy has the settings d0 and d_coef.
+    # It finds the learning rate itself, from the settings d0 and d_coef.
     finds_rate: bool = False
 
 
 def make_adamw(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
-    # The fused step passes once over each parameter and makes no temporary tensors.
+    # The fused step reads each parameter once and allocates no temporary tensors.
     devices = {parameter.device for group in groups for parameter in group["params"]}
     return torch.optim.AdamW(groups, fused=True if all(map(has_fused, devices)) else None, **settings)
 
@@ -66,26 +67,15 @@ def make_adamw8bit(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
     return ShardedAdamW8bit(groups, **settings)
 
 
-def make_came(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
-    return CAME(groups, eight_bit=False, **settings)
+def make_came(groups: list[dict], settings: Json, eight_bit: bool = False) -> torch.optim.Optimizer:
+    return CAME(groups, eight_bit=eight_bit, **settings)
 
 
-def make_came8bit(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
-    return CAME(groups, eight_bit=True, **settings)
+def make_from_library(name: str, groups: list[dict], settings: Json, **options: bool) -> torch.optim.Optimizer:
+    """Return the optimizer of the class `name` of pytorch_optimizer."""
+    import pytorch_optimizer
 
-
-def make_prodigy(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
-    from pytorch_optimizer import Prodigy
-
-    # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
-    # first hundred steps by up to ten, and a short run ends before the rate has grown.
-    return Prodigy(groups, bias_correction=True, **settings)
-
-
-def make_schedulefree(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
-    from pytorch_optimizer import ScheduleFreeAdamW
-
-    return ScheduleFreeAdamW(groups, **settings)
+    return getattr(pytorch_optimizer, name)(groups, **settings, **options)
 
 
 OPTIMIZERS = {
@@ -98,9 +88,11 @@ OPTIMIZERS = {
         parallel=(DDP, FSDP),
     ),
     "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
-    "came8bit": OptimizerSpec(make_came8bit, betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
+    "came8bit": OptimizerSpec(partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
     "prodigy": OptimizerSpec(
-        make_prodigy,
+        # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
+        # first hundred steps by up to ten, and a short run ends before the rate has grown.
+        partial(make_from_library, "Prodigy", bias_correction=True),
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,
@@ -108,7 +100,7 @@ OPTIMIZERS = {
         finds_rate=True,
     ),
     "schedulefree": OptimizerSpec(
-        make_schedulefree,
+        partial(make_from_library, "ScheduleFreeAdamW"),
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,
@@ -124,11 +116,12 @@ def make_optimizer(
     d0: float = 1e-6,
     d_coef: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer `name` of OPTIMIZERS, with one group of all `parameters`, and its name there as "optimizer".
+    """Return the optimizer `name` of OPTIMIZERS. All `parameters` are in one group, whose key "optimizer" is the name.
 
-    `weight_decay` is decoupled from the gradient in all of them. prodigy finds the rate itself: `learning_rate` is a
-    factor of it, usually 1, `d0` is its first estimate of the distance, and `d_coef` a factor of the estimates. Raises
-    InputError for a dtype that the optimizer cannot train, and VersionError if its library is not installed.
+    `weight_decay` is decoupled from the gradient in all optimizers. If the optimizer finds the rate itself,
+    `learning_rate` is a factor of that rate, usually 1, `d0` is the first estimate of the distance, and `d_coef` is a
+    factor of the estimates. Raises InputError for a dtype that the optimizer cannot train, and VersionError if its
+    library is not installed.
     """
     spec = OPTIMIZERS[name]
     parameters = list(parameters)
@@ -176,19 +169,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Give all parameters of `optimizer` the rate `learning_rate` from the next step on."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
-            # torchao's, which its compiled step reads
+            # torchao's compiled step reads the rate from a tensor.
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-    """Take a step from the gradients of the parameters, which it may change.
+    """Take a step from the gradients of the parameters. It may change the gradients.
 
     Updates of parameters in bf16 are computed in fp32, one parameter after another, and rounded stochastically with
-    `generator`, which is on their device; fp32 parameters do not use it. Seed it for each step by the number of the
-    step, so that a resumed run rounds alike, and alike in all copies of a model. Raises VersionError where torchao's
-    step cannot be compiled.
+    `generator`, which is on their device. Parameters in fp32 do not use it. Seed it with the number of the step, so
+    that a resumed run and all replicas of a model round equally. Raises VersionError if torchao's step cannot be
+    compiled.
     """
     (group,) = optimizer.param_groups
     try:
@@ -199,7 +192,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator)
             if parameter.grad is not None:
                 step_rounded(optimizer, group, parameter, generator)
     except RuntimeError as error:
-        # torch's errors of a missing compiler differ by platform and version, their modules do not
+        # The errors of a missing compiler differ by platform and version, but torch defines them in these modules.
         compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
         if compiling and group["optimizer"] == "adamw8bit":
             raise VersionError(
@@ -266,7 +259,7 @@ def step_rounded(
     finally:
         optimizer.state[parameter] = optimizer.state.pop(master)
         optimizer.param_groups = groups
-    # one in fp32 is its own master
+    # The master of a parameter in fp32 has the parameter's memory.
     if parameter.dtype != torch.float32:
         parameter.copy_(round_stochastically(master.detach(), generator))
 
@@ -287,14 +280,14 @@ def average_decay(decay: float, step: int) -> float:
 
 @torch.no_grad()
 def update_average(average: Tensors, parameters: Tensors, decay: float) -> None:
-    """Move `average` to decay * average + (1 - decay) * parameters, in place; after each step of the optimizer."""
+    """Replace `average` by decay * average + (1 - decay) * parameters, in place, after a step of the optimizer."""
     for name, parameter in parameters.items():
         average[name].lerp_(parameter.detach().float(), 1.0 - decay)
 
 
 @contextmanager
 def averaged_weights(parameters: Tensors, average: Tensors) -> Iterator[None]:
-    """Hold the average in `parameters`, in their dtype, and put the trained weights back after, bit for bit."""
+    """Write the average into `parameters` inside the context, and restore the trained weights after it bit for bit."""
     with kept_weights(parameters.values()):
         fill(parameters, average)
         yield
@@ -336,6 +329,6 @@ def has_failed_restore(error: BaseException) -> bool:
 
 @torch.no_grad()
 def fill(targets: Mapping, values: Mapping) -> None:
-    """Write `values` into the `targets` of the same keys."""
+    """Copy the tensors `values` into the tensors `targets` with the same keys."""
     for name, target in targets.items():
         target.copy_(values[name])

@@ -73,6 +73,7 @@ from .loss import (
 )
 from .optimizers import (
     DDP,
+    OPTIMIZERS,
     average_decay,
     averaged_weights,
     has_failed_restore,
@@ -1146,7 +1147,7 @@ def describe_config(settings: TrainingSettings) -> Json:
     config: Json = {"seed": settings.seed, "dtype": settings.dtype}
     config |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
     config |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
-    if settings.optimizer.name == "prodigy":
+    if OPTIMIZERS[settings.optimizer.name].finds_rate:
         config["d0"] = settings.optimizer.d0
     if method.base != "full":
         config["base"] = method.base
