@@ -401,7 +401,7 @@ class Product(torch.autograd.Function):
         return F.linear(x, dequantise(codes, scale), bias)
 
     @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor, *others: None) -> torch.Tensor:
+    def jvp(ctx: Any, x: torch.Tensor, *constants: None) -> torch.Tensor:
         codes, scale = ctx.saved_for_forward
         return F.linear(x, dequantise(codes, scale))
 
