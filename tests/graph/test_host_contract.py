@@ -92,6 +92,7 @@ NAMES = {
     "comfy.ops.CastWeightBiasOp.comfy_cast_weights": "layers.py",
     "comfy.ops.CastWeightBiasOp.weight_function": "layers.py",
     "comfy.ops.disable_weight_init.Linear": "layers.py, clip.py",
+    "comfy.ops.fp8_ops.Linear.forward_comfy_cast_weights": "layers.py",
     "comfy.ops.manual_cast.Conv2d": "layers.py, clip.py",
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": "layers.py, vae.py",
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py",

@@ -46,6 +46,36 @@ def test_products_of_the_command_line_are_no_farther_off_than_comfyui_s(host, sc
     assert error < 0.05 and error < allowed * (1 if scale == 1 else 0.5)
 
 
+def test_fp8_products_leave_their_inputs_unchanged(host, install, monkeypatch):
+    """ComfyUI's fp8_linear clamps its input in place, and the residual stream of SANA exceeds 448."""
+    import comfy.ops
+
+    monkeypatch.setattr("comfy.model_management.supports_fp8_compute", lambda device: True)
+    model = layouts.transformer()
+    model.patch_embed.proj.weight.data *= 1e4
+    install("diffusion_models", "sana.safetensors", model.state_dict())
+    options = {"model_name": "sana.safetensors", "weight_dtype": "fp8_e4m3fn_fast"}
+    transformer = host.output_of("SanaNodesModelLoader", **options).model.diffusion_model
+    layers = [layer for layer in transformer.modules() if isinstance(layer, torch.nn.Linear)]
+    inputs = {}
+
+    def keep(layer, args):
+        inputs[layer] = args[0].clone()
+
+    def compare(layer, args, output):
+        assert torch.equal(args[0], inputs[layer])
+        assert torch.equal(output, comfy.ops.fp8_linear(layer, inputs[layer].clone()))
+
+    for layer in layers:
+        layer.register_forward_pre_hook(keep)
+        layer.register_forward_hook(compare)
+    latents, context = torch.randn(1, 32, 3, 5), torch.randn(1, 7, layouts.CAPTION)
+    with torch.inference_mode():
+        transformer(latents, torch.tensor([700.0]), context=context, transformer_options={})
+    assert len(inputs) == len(layers)
+    assert inputs[transformer.transformer_blocks[0].attn2.to_q].abs().max() > 448
+
+
 def in_fp8(model, form, prefix="", plain="embed|norm|caption|time|proj_out"):
     """Quantise a model's matrices to fp8. Returns the tensors of a file in that form, and its metadata.
 

@@ -41,6 +41,15 @@ class LendingLayer:
         return out
 
 
+class Fp8Layer(comfy.ops.fp8_ops.Linear):
+    """ComfyUI's Linear with fp8 products clamps its input in place to 448. This one leaves the input unchanged."""
+
+    def forward_comfy_cast_weights(self, x: torch.Tensor) -> torch.Tensor:
+        # ComfyUI multiplies other weights and inputs of more dimensions in the dtype of the input.
+        is_product = self.weight.dtype == torch.float8_e4m3fn and x.ndim < 4
+        return super().forward_comfy_cast_weights(x.clone() if is_product else x)
+
+
 class CastLayer(comfy.ops.CastWeightBiasOp):
     """A layer of a library with a `weight`, and perhaps a `bias`, that computes in the dtype of its input."""
 
@@ -143,10 +152,12 @@ def adopt(module: torch.nn.Module, operations: type, compute_dtype: torch.dtype)
     """
     # ComfyUI tests the kind of a layer by its class and by the name of the class.
     kinds: dict[type, type] = {torch.nn.Conv2d: type("Conv2d", (LendingLayer, operations.Conv2d), {})}
+    linear = comfy.ops.manual_cast.Linear if is_mixed(operations) else operations.Linear
+    linear = Fp8Layer if linear is comfy.ops.fp8_ops.Linear else linear
     for child in module.modules():
         kind = type(child)
         if kind is torch.nn.Linear:
-            child.__class__ = comfy.ops.manual_cast.Linear if is_mixed(operations) else operations.Linear
+            child.__class__ = linear
         elif kind is torch.nn.Conv2d:
             child.__class__ = kinds[kind]
         elif child._parameters.get("weight") is not None and not hasattr(child, "comfy_cast_weights"):
