@@ -14,6 +14,7 @@ import comfy.model_management
 import comfyui_version
 import folder_paths
 
+from ...sana_core.checkpoints.detect import original_files
 from ...sana_core.checkpoints.downloads import DOWNLOADS, file_names, where_to_get
 from ...sana_core.checkpoints.files import parse_json, read_bytes
 from ...sana_core.checkpoints.headers import SUFFIXES
@@ -150,7 +151,8 @@ def find_folders(kind: str) -> dict[str, Path]:
             folder = pending.pop()
             parents = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
             try:
-                if folder != root and (folder / MARKS[kind]).is_file():
+                is_model = (folder / MARKS[kind]).is_file() or (kind == "diffusers" and original_files(folder))
+                if folder != root and is_model:
                     models.setdefault(folder.relative_to(root).as_posix(), folder)
                 elif folder.is_dir() and folder.resolve() not in parents:
                     pending += [path for path in folder.iterdir() if not path.name.startswith(".")]

@@ -119,9 +119,7 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
                     f"{path.name}: no component beside model_index.json; download the folder again, whole"
                 )
             return join_parts(path, "diffusers", parts)
-        originals = sorted(path.glob("checkpoints/*.pth")) + sorted(path.glob("checkpoints/*.safetensors"))
-        # NVIDIA's repositories may have a config.json of their training code beside checkpoints/.
-        if originals and not any(file.suffix.lower() in SAFETENSORS for file in path.glob("*")):
+        if originals := original_files(path):
             transformer = inspect_file(originals[0], ema)
             # SANA-Video 2.0 comes alone. Users put the folders of its VAE and its text encoder beside checkpoints/.
             # A folder may also have only a configuration, or weights in another format.
@@ -141,6 +139,16 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
         raise MissingFileError(
             f"{brief(path.name)}: no such file or folder, expected a model; check its spelling, or refresh the list"
         )
+
+
+def original_files(folder: Path) -> list[Path]:
+    """Return the weights in checkpoints/ of NVIDIA's folder, the preferred one first, or [] for any other folder.
+
+    NVIDIA's repositories may have a config.json of their training code beside checkpoints/, but no weights.
+    """
+    if any(file.suffix.lower() in SAFETENSORS for file in folder.glob("*")):
+        return []
+    return sorted(folder.glob("checkpoints/*.pth")) + sorted(folder.glob("checkpoints/*.safetensors"))
 
 
 def weights_file(folder: Path) -> Path:

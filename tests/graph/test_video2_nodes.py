@@ -147,6 +147,33 @@ def test_core_decodes_ltx_2_3_as_diffusers_does(host, build):
     torch.testing.assert_close(got["frames"], expected.clamp(0, 1)[0].movedim(0, -1), atol=BOUND, rtol=0)
 
 
+@pytest.fixture
+def folder(host, tensors):
+    """NVIDIA's folder in models/diffusers, with the folders of the VAE and the text encoder beside checkpoints/."""
+    folder = host.models / "diffusers" / "SANA-Video_2.0_5B_720p"
+    (folder / "checkpoints").mkdir(parents=True)
+    torch.save({"state_dict": tensors}, folder / "checkpoints" / NAMES[False])
+    for part in ("text_encoder", "tokenizer"):
+        (folder / part).symlink_to(TINY / part, target_is_directory=True)
+    (folder / "vae").symlink_to(host.models / "vae" / "ltx23", target_is_directory=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_the_loader_lists_and_loads_nvidias_folder(host, build, folder):
+    options = host.nodes.NODE_CLASS_MAPPINGS["SanaNodesLoader"].INPUT_TYPES()["required"]["model"][1]["options"]
+    assert folder.name in options and not any(name.startswith(f"{folder.name}/") for name in options)
+    graph = build(**OURS)
+    # The prompt is read as in NVIDIA's folder.
+    graph["text"][1]["reference"] = "nvidia"
+    expected = host.run(graph)
+    graph["load"] = ("SanaNodesLoader", {"model": folder.name})
+    graph["positive"][1]["clip"] = graph["negative"][1]["clip"] = ["load", 1]
+    graph["decode"][1]["vae"] = ["load", 2]
+    got = host.run({name: node for name, node in graph.items() if name not in ("vae", "text")})
+    assert torch.equal(got["frames"], expected["frames"])
+
+
 def test_the_line_under_the_loader_names_the_model(host, build, node_texts):
     host.run(build(**OURS))
     assert any(text.startswith("SANA-Video 2.0-5B, NVIDIA's layout") for _, text, *_ in node_texts)
