@@ -72,14 +72,18 @@ def load_whole(
 
     The options are the options of `load_model`.
     """
-    from ..sana_core.checkpoints import inspect_checkpoint
+    from ..sana_core.checkpoints import find_part, inspect_checkpoint
     from ..sana_core.checkpoints.generation import checkpoint_notes
+    from ..sana_core.video.load import check_vae
     from .host.loading.clip import load_clip
     from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
     from .host.report import show_under_node
 
     checkpoint = inspect_checkpoint(model_path(name))
+    transformer = checkpoint.transformer
+    if transformer is not None and transformer.is_video:
+        check_vae(find_part(checkpoint, "video_autoencoder"), transformer)
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
     show_under_node("\n".join([patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]), node_id)
     return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint))

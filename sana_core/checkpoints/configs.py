@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -264,13 +264,13 @@ def stage_config(headers: Headers, stage: str, last: bool) -> tuple[str, int, in
     )
 
 
-def video_autoencoder_name(headers: Headers) -> str:
-    """Return the variant of a VAE of SANA-Video. Only LTX-2.3's decoder has a fourth stage."""
-    if "decoder.conv_in.conv.weight" not in headers:
+def video_autoencoder_name(names: Collection[str]) -> str:
+    """Return the variant of a VAE of SANA-Video. `names`: its tensors. Only LTX-2.3's decoder has a fourth stage."""
+    if "decoder.conv_in.conv.weight" not in names:
         return "wan-2.1"
     # diffusers' names of the stage, then Lightricks', which count the layers between the stages too.
     fourth = ("decoder.up_blocks.3.resnets.", "decoder.up_blocks.8.")
-    return "ltx-2.3" if any(name.startswith(fourth) for name in headers) else "ltx-2"
+    return "ltx-2.3" if any(name.startswith(fourth) for name in names) else "ltx-2"
 
 
 def gemma_width(headers: Headers) -> int:

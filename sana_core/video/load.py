@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def check_parts(info: Checkpoint, transformer: Checkpoint) -> None:
     """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
     vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
-    expected = VIDEOS[transformer.variant].vae
-    if vae.variant != expected:
-        raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
+    check_vae(vae, transformer)
     width = text.headers["embed_tokens.weight"].shape[1]
     expected_width = transformer.headers["caption_projection.linear_1.weight"].shape[1]
     if width != expected_width:
@@ -28,6 +26,13 @@ def check_parts(info: Checkpoint, transformer: Checkpoint) -> None:
             f"{text.name}: got embeddings of {width} channels, expected {expected_width}; download the folder again"
         )
     build_module(vae)
+
+
+def check_vae(vae: Checkpoint, transformer: Checkpoint) -> None:
+    """Raise CheckpointError unless the video VAE `vae` decodes the latents of `transformer`."""
+    expected = VIDEOS[transformer.variant].vae
+    if vae.variant != expected:
+        raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
 
 
 def load_video_autoencoder(

@@ -174,6 +174,31 @@ def test_the_loader_lists_and_loads_nvidias_folder(host, build, folder):
     assert torch.equal(got["frames"], expected["frames"])
 
 
+@pytest.fixture
+def other_vae(host, tensors):
+    """The folder of LTX-2's VAE, whose latents have the 128 channels of LTX-2.3's."""
+    folder = host.models / "vae" / "ltx2"
+    video_models.autoencoder("720p").save_pretrained(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("begins", ["text", "image"])
+def test_a_connected_vae_of_ltx_2_is_refused(host, build, image, other_vae, begins):
+    graph = build(image if begins == "image" else None, **OURS)
+    graph["vae"][1]["vae_name"] = "ltx2/diffusion_pytorch_model.safetensors"
+    graph["empty"][1]["vae"] = ["vae", 0]
+    with pytest.raises(NodeError, match="^vae: got ltx-2, expected ltx-2.3; use the VAE of the SANA-Video model$"):
+        host.run(graph)
+
+
+def test_a_folder_with_the_vae_of_ltx_2_is_refused(host, folder, other_vae):
+    (folder / "vae").unlink()
+    (folder / "vae").symlink_to(other_vae, target_is_directory=True)
+    with pytest.raises(NodeError, match="got the VAE ltx-2, expected ltx-2.3; download the folder again$"):
+        host.output_of("SanaNodesLoader", model=folder.name)
+
+
 def test_the_line_under_the_loader_names_the_model(host, build, node_texts):
     host.run(build(**OURS))
     assert any(text.startswith("SANA-Video 2.0-5B, NVIDIA's layout") for _, text, *_ in node_texts)

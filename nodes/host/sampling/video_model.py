@@ -12,6 +12,7 @@ import comfy.utils
 import torch
 from diffusers import SanaVideoTransformer3DModel
 
+from ....sana_core.checkpoints.configs import video_autoencoder_name
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import VideoModel, is_video, nearest_shape, video_model
 from ....sana_core.model.latents import LARGEST_BATCH
@@ -156,16 +157,18 @@ def video_latent(
     """Return a LATENT for `batch_size` videos of `size`, (width, height) in pixels, with that many `frames`.
 
     With `first_image`, an IMAGE, and `vae`, the first frame is that image, and the noise mask keeps it. Raises
-    InputError for sizes that the model does not have, and for an image without its VAE.
+    InputError for sizes that the model does not have, for another model's VAE, and for an image without a VAE.
     """
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
+    if vae is not None:
+        check_video_vae(vae, base.facts)
     shape = video_shape(*size, frames, base.facts)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros((int(batch_size), *shape), device=device, dtype=dtype)
     if first_image is None:
         return {"samples": samples, "downscale_ratio_spacial": base.facts.downscale}
     check_first(base.facts)
-    first = encode_first(vae, first_image, size, shape[0]).to(samples)
+    first = encode_first(vae, first_image, size).to(samples)
     # The samplers recognise these values as an empty latent.
     samples = base.latent_format.process_out(samples)
     samples[:, :, :1] = first
@@ -174,13 +177,18 @@ def video_latent(
     return {"samples": samples, "noise_mask": mask}
 
 
-def encode_first(vae: comfy.sd.VAE | None, image: torch.Tensor, size: tuple[int, int], channels: int) -> torch.Tensor:
+def check_video_vae(vae: comfy.sd.VAE, model: VideoModel) -> None:
+    """Raise InputError unless `vae` has the latents of `model`. LTX-2 and LTX-2.3 differ only in their layers."""
+    got, expected = f"one of {vae.latent_channels} channels", str(model.channels)
+    if vae.latent_channels == model.channels:
+        got, expected = video_autoencoder_name(vae.first_stage_model.state_dict()), model.vae
+    if got != expected:
+        raise InputError(f"vae: got {got}, expected {expected}; use the VAE of the SANA-Video model")
+
+
+def encode_first(vae: comfy.sd.VAE | None, image: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """Return the latent [1, C, 1, h, w] of the first of `image` [B, H, W, 3], cut and scaled to `size`."""
     if vae is None:
         raise InputError("first_image: got one without a VAE, which encodes it; connect the VAE of SANA Loader")
-    if vae.latent_channels != channels:
-        raise InputError(
-            f"vae: got one of {vae.latent_channels} channels, expected {channels}; use the VAE of the SANA-Video model"
-        )
     pixels = comfy.utils.common_upscale(image[:1, :, :, :3].movedim(-1, 1), *size, "lanczos", "center")
     return vae.encode(pixels.movedim(1, -1))
