@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable
 
@@ -62,6 +63,13 @@ def hidden_width(headers: Headers) -> int:
     return headers["transformer_blocks.0.ff.conv_depth.weight"].shape[0] // 2
 
 
+def mlp_ratio(headers: Headers, width: int) -> float:
+    """Return the ratio by which the library's classes get the hidden width: they truncate `width` times the ratio."""
+    hidden = hidden_width(headers)
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
 def unknown_width(name: str, width: int, expected: str) -> CheckpointError:
     return CheckpointError(
         f"{name}: got width {width}, expected {expected}, because the weights do not determine the number of attention "
@@ -89,7 +97,7 @@ def transformer_config(name: str, headers: Headers) -> Json:
         "cross_attention_dim": arch.width,
         # 4-bit formats pack two values into a byte.
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
-        "mlp_ratio": hidden_width(headers) / arch.width,
+        "mlp_ratio": mlp_ratio(headers, arch.width),
         "patch_size": headers["patch_embed.proj.weight"].shape[-1],
         "guidance_embeds": arch.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if arch.qk_norm else None,
@@ -176,7 +184,7 @@ def video_config(name: str, headers: Headers) -> Json:
             "attention_head_dim": width // heads,
             "num_layers": len(layers),
             "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
-            "mlp_ratio": hidden_width(headers) / width,
+            "mlp_ratio": mlp_ratio(headers, width),
             "softmax_heads": heads // 2,
             "softmax_every": (softmax or [len(layers)])[0] + 1,
         }
@@ -193,7 +201,7 @@ def video_config(name: str, headers: Headers) -> Json:
         "cross_attention_head_dim": VIDEO_HEAD_DIM,
         "cross_attention_dim": width,
         "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
-        "mlp_ratio": hidden_width(headers) / width,
+        "mlp_ratio": mlp_ratio(headers, width),
         "patch_size": tuple(patch),
     }
 

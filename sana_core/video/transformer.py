@@ -76,8 +76,8 @@ class SanaVideo2Transformer3DModel(ModelMixin, ConfigMixin):
         self.transformer_blocks = torch.nn.ModuleList()
         for i in range(num_layers):
             is_linear = (i + 1) % softmax_every > 0
-            # The smallest feed-forward, because the next lines replace it.
-            block = SanaVideoTransformerBlock(width, heads, dim, 0.0, heads, dim, width, mlp_ratio=1 / width)
+            # A small feed-forward, because the next lines replace it. With 1 / width, rounding may leave no channel.
+            block = SanaVideoTransformerBlock(width, heads, dim, 0.0, heads, dim, width, mlp_ratio=2 / width)
             block.attn1 = GatedAttention(width, heads if is_linear else softmax_heads, is_linear)
             block.ff = SwiGLU(width, int(width * mlp_ratio))
             self.transformer_blocks.append(block)

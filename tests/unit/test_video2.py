@@ -12,6 +12,7 @@ import pytest
 import torch
 import video_models
 from checkpoints import TINY
+from diffusers import SanaVideoTransformer3DModel
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,8 +35,10 @@ HEADS, CAPTION = 4, 32
 class Case:
     """A random file, its module, and inputs for it."""
 
-    def __init__(self, folder, width=48, layers=8, heads=HEADS, group=8, caption=CAPTION, size=(5, 4, 6), every=4):
-        self.tensors = nvidia_video2.random_video2_file(width, layers, heads, caption=caption, every=every)
+    def __init__(
+        self, folder, width=48, layers=8, heads=HEADS, group=8, caption=CAPTION, size=(5, 4, 6), every=4, tensors=None
+    ):
+        self.tensors = tensors or nvidia_video2.random_video2_file(width, layers, heads, caption=caption, every=every)
         self.file = folder / "SANA_Video_2.0_5B_720p.pth"
         torch.save({"state_dict": self.tensors}, self.file)
         self.model = sana_core.load_video_transformer(self.file)
@@ -75,6 +78,30 @@ TIMES = {
 def test_the_forward_is_nvidias(tmp_path, monkeypatch, timestep, layers, group, part):
     monkeypatch.setattr(video, "PART", part)
     assert Case(tmp_path, layers=layers, group=group).forward_error(timestep) < BOUND
+
+
+@pytest.mark.parametrize("width, hidden", [(784, 3136), (112, 115), (224, 453)])
+def test_a_custom_width_builds_with_the_hidden_width_of_its_weights(tmp_path, width, hidden):
+    """In floating point, 1 / 784 * 784 and 115 / 112 * 112 are less than 1 and 115."""
+    tensors = nvidia_video2.random_video2_file(width, 4, HEADS)
+    for name, tensor in tensors.items():
+        if name.endswith("down_proj.weight"):
+            tensors[name] = tensor[:, :hidden]
+        elif "gate_proj" in name or "up_proj" in name:
+            tensors[name] = tensor[:hidden]
+    case = Case(tmp_path, tensors=tensors)
+    assert case.model.transformer_blocks[0].ff.up_proj.out_features == hidden
+    assert case.forward_error(TIMES["one time"]) < BOUND
+
+
+@pytest.mark.parametrize("hidden", [115, 122, 336])
+def test_a_custom_sana_video_builds_with_the_hidden_width_of_its_weights(tmp_path, hidden):
+    config = {"num_attention_heads": 1, "num_layers": 2, "num_cross_attention_heads": 1, "cross_attention_dim": 112}
+    sizes = {"attention_head_dim": 112, "cross_attention_head_dim": 112, "caption_channels": 32}
+    model = SanaVideoTransformer3DModel(**config, **sizes, mlp_ratio=(hidden + 0.5) / 112)
+    save_file(model.state_dict(), tmp_path / "video.safetensors")
+    loaded = sana_core.load_video_transformer(tmp_path / "video.safetensors")
+    assert loaded.transformer_blocks[0].ff.conv_point.in_channels == hidden
 
 
 def test_the_forward_at_the_released_width_is_nvidias(tmp_path):
