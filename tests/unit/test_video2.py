@@ -15,6 +15,8 @@ from checkpoints import TINY
 from diffusers import SanaVideoTransformer3DModel
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sana_core
 from sana_core.__main__ import main
@@ -110,6 +112,34 @@ def test_the_forward_at_the_released_width_is_nvidias(tmp_path):
     assert case.model.config.softmax_heads == 10 and case.model.config.attention_head_dim == 128
     for timestep in (TIMES["one time"], TIMES["first frame given"][:, :2]):
         assert case.forward_error(timestep) < BOUND
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["plain", "tiled"])
+def test_the_scores_of_all_queries_are_never_in_memory(tmp_path, monkeypatch, kernel):
+    """Softmax attention in parts of the queries, where torch has no tiled kernel, is the whole one."""
+    case = Case(tmp_path, size=(5, 16, 16))
+    positions, heads = 5 * 16 * 16, 2
+    inputs = case.x[:1], TIMES["one time"][:1], case.embeds[:1], case.mask[:1]
+    with sdpa_kernel(kernel):
+        monkeypatch.setattr(video, "QUERIES", 100)
+        with Largest() as largest:
+            got = sana_core.predict_velocity(case.model, *inputs)
+        monkeypatch.setattr(video, "QUERIES", positions)
+        expected = sana_core.predict_velocity(case.model, *inputs)
+    assert relative(got, expected) < 1e-6
+    assert largest.elements < heads * positions**2 / 4
 
 
 @pytest.mark.parametrize("steps", [2, 6, 20])
