@@ -13,6 +13,7 @@ GEMMA, DC_AE = "gemma_2_2b_it_elm_bf16.safetensors", "dc-ae-f32c32-sana-1.1.safe
 MODEL_1K, MODEL_2K, MODEL_4K = (f"Sana_1600M_{size}_BF16.safetensors" for size in ("1024px", "2Kpx", "4Kpx"))
 MODEL_SPRINT = "Sana_Sprint_1.6B_1024px.safetensors"
 VIDEO_480, VIDEO_720 = (f"SANA-Video_2B_{size}_diffusers" for size in ("480p", "720p"))
+VIDEO_2 = "SANA-Video_2.0_5B_720p"
 # The demo model and the released models can generate this.
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
 PROMPTS = "\n".join(
@@ -193,19 +194,21 @@ def best_of_many() -> Subgraph:
     return Subgraph("SANA best of many", Graph(nodes, columns), widgets, outputs, about)
 
 
-def video_nodes(first_image: Link) -> dict[str, Node]:
+def video_nodes(
+    first_image: Link, model: str = VIDEO_480, frames: int = 81, fps: float = 16.0, guidance: float = 6.0
+) -> dict[str, Node]:
     """The nodes from a prompt, and from an image if there is one, to a video."""
-    size = {"width": MODEL_SIZE, "height": MODEL_SIZE, "frames": 81, "batch_size": 1}
+    size = {"width": MODEL_SIZE, "height": MODEL_SIZE, "frames": frames, "batch_size": 1}
     nodes = {
-        "model": Node("SanaNodesLoader", {"model": VIDEO_480}),
+        "model": Node("SanaNodesLoader", {"model": model}),
         **texts(VIDEO_PROMPT),
         "empty": Node(
             "SanaNodesVideoLatent", {"model": INSIDE[0], "vae": INSIDE[2], "first_image": first_image, **size}
         ),
         # The model's defaults sample by Euler if the video begins with an image.
-        "sampler": sampler(("empty", 0), steps=50, guidance=6.0, model_defaults=True),
+        "sampler": sampler(("empty", 0), steps=50, guidance=guidance, model_defaults=True),
         "decode": Node("VAEDecode", {"samples": ("sampler", 0), "vae": INSIDE[2]}),
-        "video": Node("CreateVideo", {"images": ("decode", 0), "fps": 16.0}),
+        "video": Node("CreateVideo", {"images": ("decode", 0), "fps": fps}),
     }
     nodes["negative"].inputs["text"] = NEGATIVE_VIDEO
     return nodes
@@ -217,6 +220,19 @@ def video() -> Subgraph:
     about = "Generates a video of 5 seconds from a prompt, and from an image if one is connected, with SANA-Video."
     outputs: dict[str, Link] = {"VIDEO": ("video", 0), "IMAGE": ("decode", 0)}
     return Subgraph("SANA video", Graph(video_nodes(("first image", 0)), columns), widgets, outputs, about)
+
+
+def video_2() -> Subgraph:
+    """SANA-Video 2.0 with its settings. The video template has it as a muted node."""
+    nodes = video_nodes(("first image", 0), VIDEO_2, 193, 24.0, 8.0)
+    # The prompt fits into the node. NVIDIA's example of 2.0 has this score.
+    nodes["prompt"].inputs["text"] = "Waves roll against a red lighthouse. motion score: 20."
+    columns = "Model: model | Prompt: prompt negative empty | Sampling: sampler | Result: decode video"
+    widgets = {"prompt": "prompt.text", "frames": "empty.frames", "fps": "video.fps", "seed": "sampler.seed"}
+    widgets["model"] = "model.model"
+    about = "Generates a video of 8 seconds from a prompt, and from an image if one is connected, with SANA-Video 2.0."
+    outputs: dict[str, Link] = {"VIDEO": ("video", 0)}
+    return Subgraph("SANA-Video 2.0", Graph(nodes, columns), widgets, outputs, about, preview=False)
 
 
 def blueprints() -> list[Subgraph]:

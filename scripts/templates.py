@@ -273,12 +273,15 @@ def video(name: str) -> Template:
         **randomized(parts.video_nodes(("first_image", 0))),
         "first_image": Node("LoadImage", {"image": "example.png"}, "First image", 285, mode=BYPASSED),
         "save": Node("SaveVideo", saved, width=285, room=300),
+        "second": Node(parts.video_2(), {"first image": ("first_image", 0)}, width=325, room=10, mode=MUTED),
     }
+    saved_2 = {**saved, "video": ("second", 0), "filename_prefix": "video/sana-2.0"}
+    nodes["save_2"] = Node("SaveVideo", saved_2, "Save SANA-Video 2.0", 285, 100, MUTED)
     for node in ("prompt", "negative"):
         nodes[node] = nodes[node]._replace(room=260)
     columns = (
         "note / Model: model | First image and size: first_image empty | Prompt: prompt negative | "
-        "Sampling: sampler decode | Result: video save"
+        "Sampling: sampler decode / SANA-Video 2.0: second | Result: video save save_2"
     )
     return Template(Graph(nodes, columns))
 

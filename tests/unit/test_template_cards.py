@@ -10,6 +10,7 @@ from setup import ROOT
 from workflow import BYPASSED, MUTED
 
 from sana_core.checkpoints.downloads import DOWNLOADS
+from sana_core.model.known_models import VIDEOS
 
 WORKFLOWS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("workflows/*.json")}
 SAMPLERS = {"SanaNodesSampler", "SanaNodesSprint", "SanaNodesBatchSampler"}
@@ -90,3 +91,14 @@ def test_what_a_note_asks_the_user_to_switch_on_is_off():
     assert modes["SanaNodesSplitPicture"] == BYPASSED and modes["SANA second pass"] == MUTED
     (image,) = nodes_of("SANA video from text or image", "LoadImage")
     assert image["mode"] == BYPASSED
+
+
+def test_the_video_template_has_sana_video_2_0_muted_with_its_settings():
+    workflow = WORKFLOWS["SANA video from text or image"]
+    nodes = {node.get("title"): node for node in workflow["nodes"]}
+    for name in ("SANA-Video 2.0", "Save SANA-Video 2.0"):
+        assert nodes[name]["mode"] == MUTED and f"**{name}**" in note_of("SANA video from text or image")
+    names = [field["name"] for field in nodes["SANA-Video 2.0"]["inputs"] if "widget" in field]
+    values = dict(zip(names, nodes["SANA-Video 2.0"]["widgets_values"], strict=True))
+    model = VIDEOS["video-2.0-5B"]
+    assert (values["frames"], values["fps"]) == (model.frames, model.rate)
