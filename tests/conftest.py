@@ -9,11 +9,33 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
+# The number of modules that were imported when the heap was last frozen.
+FROZEN_MODULES = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items):
     """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC."""
     items.sort(key=lambda item: ROOT / "tests" / "unit" not in item.path.parents)
+
+
+def pytest_sessionstart():
+    """Importing all test files creates millions of objects and hardly any garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+
+
+def pytest_runtest_setup(item):
+    """Freeze the heap before a test if earlier tests or the collection of tests imported libraries.
+
+    A full garbage collection would spend up to 0.5 s on the objects of these libraries. Many failures run one.
+    """
+    if len(sys.modules) >= item.config.stash.get(FROZEN_MODULES, 0) + 20:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[FROZEN_MODULES] = len(sys.modules)
 
 
 @pytest.fixture(scope="session")
@@ -77,15 +99,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def frozen_heap():
-    """Collections look at what comes from here on; all that was imported would take them half a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

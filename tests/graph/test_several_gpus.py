@@ -376,7 +376,7 @@ def test_a_gpu_that_failed_earlier_is_left_out(host, on_cpu, broken):
         cards.broken.clear()
 
 
-def test_dead_entries_in_comfyuis_list_are_passed_over(host, on_cpu, frozen_heap):
+def test_dead_entries_in_comfyuis_list_are_passed_over(host, on_cpu):
     import comfy.model_management as management
     from comfy.model_patcher import ModelPatcher
 

@@ -16,7 +16,7 @@ from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages
 from sana_core.runtime.accelerator import is_driver_error
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIDE = 8, 5
 KINDS = ("driver", "memory", "cublas", "no engine", "cudnn memory")
 

@@ -144,7 +144,6 @@ class Cancelled(BaseException):
     """As ComfyUI's, which is no Exception."""
 
 
-@pytest.mark.usefixtures("frozen_heap")
 def test_a_cancel_at_any_point_leaves_nothing_behind(bundled):
     latents = noise(1, 32, 9, 7)
     points = 0

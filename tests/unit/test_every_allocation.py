@@ -27,7 +27,6 @@ def attempt(work, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
     if direction == "decode":
