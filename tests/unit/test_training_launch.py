@@ -29,7 +29,7 @@ except SanaError as error:
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(meeting=8, **variables):
+def start(meeting=3, **variables):
     """Start a process with a launcher's `variables`, which waits `meeting` seconds for others."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in variables.items()}
@@ -77,7 +77,7 @@ def test_variables_left_over_from_another_job_are_named_at_once_and_end_in_one_l
     waiting, error = lines
     name = f"rank {rank} of 2 at 127.0.0.1:{port}"
     assert waiting[9:] == f"waiting for the other processes of this run, as {name}; to train in one process, unset RANK"
-    assert error == f"TrainingError: training: rank {rank} has not met the 1 others in 8 s; start them all"
+    assert error == f"TrainingError: training: rank {rank} has not met the 1 others in 3 s; start them all"
 
 
 def test_a_port_of_another_program_is_named():
