@@ -153,7 +153,15 @@ BESIDE = {
     "split": "--devices cpu cpu",
 }
 # Modes that join two others.
-SLOW = ("two images", "two prompts", "the best shared images", "the best images of a cluster", "several devices")
+SLOW = (
+    "two images",
+    "two prompts",
+    "the best shared images",
+    "the best images of a cluster",
+    "several devices",
+    "a cluster with shared folders",
+    "a video from an image",
+)
 CASES = [
     pytest.param(name, mode, option, marks=[pytest.mark.slow] if mode in SLOW else [])
     for name, modes in MODES.items()
