@@ -14,8 +14,17 @@ FROZEN_MODULES = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items):
-    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC."""
-    items.sort(key=lambda item: ROOT / "tests" / "unit" not in item.path.parents)
+    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC.
+
+    Browser tests are next. At the end, one worker would run the templates while the other has nothing left to run.
+    """
+    order = ["unit", "browser"]
+
+    def place(item):
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        return order.index(folder) if folder in order else len(order)
+
+    items.sort(key=place)
 
 
 def pytest_sessionstart():
