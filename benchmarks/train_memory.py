@@ -27,13 +27,13 @@ from sana_core.model.known_models import (
     TEXT_WIDTH,
     VARIANTS,
     Architecture,
+    build_transformer,
 )
 from sana_core.training.cache import Batch
 from sana_core.training.dataset import Sample
 from sana_core.training.images import FileRange
-from sana_core.training.plan import training_stage
+from sana_core.training.plan import released_base, training_stage
 from sana_core.training.ranks import ALONE, Ranks
-from sana_core.training.released import build_transformer, released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
 
@@ -131,7 +131,7 @@ def make_settings(
 def transformer(model: Architecture, dtype: torch.dtype, pixels: int) -> Any:
     """Return a transformer of that architecture with torch's initial weights."""
     with default_dtype(dtype):
-        return build_transformer(model, pixels)
+        return build_transformer(model, pixels if pixels > 2048 else None)
 
 
 def empty_prompt(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -214,7 +214,7 @@ def describe(settings: TrainingSettings) -> str:
 
 def predict(variant: str, settings: TrainingSettings) -> int:
     """Return the bytes that the plan predicts for the first phase of `settings`."""
-    return training_stage(settings.phase[0], 1, settings, released_base(variant)).bytes
+    return training_stage(settings, released_base(variant)).bytes
 
 
 def compare(variant: str, settings: TrainingSettings) -> dict[str, Any]:

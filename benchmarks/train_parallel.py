@@ -40,10 +40,9 @@ from benchmarks.train_memory import (
 from sana_core.doctor.arithmetic import transformer
 from sana_core.memory import CONTEXT
 from sana_core.model.known_models import VARIANTS, Architecture
-from sana_core.training.autofit import rank_memory, ring
 from sana_core.training.cache import Batch
+from sana_core.training.plan import released_base, ring, training_stage
 from sana_core.training.ranks import ALONE, Ranks
-from sana_core.training.released import released_base
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Parallel, TrainingSettings
 
@@ -102,7 +101,7 @@ def memory_settings() -> TrainingSettings:
 
 def predict(variant: str) -> int:
     settings = memory_settings()
-    return rank_memory(settings, released_base(variant), settings.phase[0], CARDS).card - CONTEXT
+    return training_stage(settings, released_base(variant), cards=CARDS).bytes
 
 
 def memory() -> dict[str, Any]:
@@ -203,7 +202,7 @@ def on_paper() -> list[dict[str, Any]]:
         settings = make_settings(method=FULL, batch=PICTURES, accumulate=cards)
         for kind in ("ddp", "fsdp"):
             parallel = replace(settings, parallel=Parallel(kind))
-            sent = rank_memory(parallel, base, parallel.phase[0], cards).sent / ring(cards) if cards > 1 else 0.0
+            sent = training_stage(parallel, base, cards=cards).sent / ring(cards) if cards > 1 else 0.0
             machines, inside = max(1, cards // MACHINE), min(cards, MACHINE)
             sending = sent * ring(inside) / NVLINK + sent * ring(machines) / ETHERNET
             row[kind] = {

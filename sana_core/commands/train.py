@@ -86,7 +86,7 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
     from .log_writers import tensorboard_writer, wandb_writer
 
     if ranks.first:
-        warn_of_memory(settings)
+        warn_of_memory(settings, ranks.size)
     eta, out = Eta(), Path(settings.out)
 
     def report(line: Line) -> None:
@@ -126,12 +126,19 @@ def plan_lines(
     exist and its name is the name of a released model, the plan is for that model.
     """
     from ..checkpoints.files import readable
+    from ..model.known_models import released_variant
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
-    from ..training.autofit import arrangement_lines, fit_lines, table_lines
     from ..training.optimizers import DDP
-    from ..training.plan import duration_lines, plan_training, read_base
-    from ..training.released import released_base, released_variant
+    from ..training.plan import (
+        arrangement_lines,
+        duration_lines,
+        fit_lines,
+        plan_training,
+        read_base,
+        released_base,
+        table_lines,
+    )
     from ..training.sharding import check_steps
     from ..training.trainer import check_base
 
@@ -141,7 +148,7 @@ def plan_lines(
     several = cards > 1 or settings.parallel.kind != DDP
     if several:
         check_steps(settings, cards)
-    variant, lines = released_variant(settings.model), []
+    variant, lines = released_variant(Path(settings.model).name), []
     with readable(Path(settings.model)):
         is_here = Path(settings.model).exists()
     if variant is None or is_here:
@@ -154,23 +161,22 @@ def plan_lines(
     # A machine without a GPU can plan too.
     if room is None and current_accelerator() is not None and settings.device != "cpu":
         room = memory_info(chosen_device(settings.device))[1]
-    plan = plan_training(settings, base)
+    plan = plan_training(settings, base, cards)
     lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if several:
         return [*lines, *arrangement_lines(settings, base, cards, room)]
     return [*lines, *fit_lines(settings, base, plan, room)]
 
 
-def warn_of_memory(settings: TrainingSettings) -> None:
-    """Write a line if the accelerator has less memory than the training needs."""
+def warn_of_memory(settings: TrainingSettings, cards: int = 1) -> None:
+    """Write a line if the accelerator has less memory than the training on `cards` GPUs needs."""
     from ..runtime.accelerator import chosen_device, memory_info
     from ..training.plan import plan_training, read_base
-    from ..training.settings import CONSISTENCY
 
     device = chosen_device(settings.device)
-    if device.type == "cpu" or settings.loss.kind == CONSISTENCY:
+    if device.type == "cpu":
         return
-    plan, room = plan_training(settings, read_base(settings)), memory_info(device)[1]
+    plan, room = plan_training(settings, read_base(settings), cards), memory_info(device)[1]
     if plan.card > room:
         sys.stderr.write(
             f"warning: {plan.largest.name} may take {plan.card / 1e9:.1f} GB, and {device} has {room / 1e9:.1f} GB; "

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..kernels.trial import kernels_on
 from ..model import block
-from ..model.known_models import CROSS_HEADS, DEMO_MODEL, HEAD_DIM, TEXT_WIDTH
+from ..model.known_models import CROSS_HEADS, DEMO_MODEL, TEXT_WIDTH, Architecture, build_transformer
 from ..model.latents import CHANNELS
 from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_file
@@ -144,19 +144,9 @@ def check_kernel(report: Report, device: torch.device, dtype: torch.dtype, kerne
 
 def transformer(width: int, layers: int, qk_norm: str | None = None) -> SanaTransformer2DModel:
     """Return diffusers' transformer with a released width and random weights, in float32 on the CPU."""
-    from diffusers import SanaTransformer2DModel
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return SanaTransformer2DModel(
-            num_attention_heads=width // HEAD_DIM,
-            attention_head_dim=HEAD_DIM,
-            num_layers=layers,
-            num_cross_attention_heads=CROSS_HEADS[width],
-            cross_attention_head_dim=width // CROSS_HEADS[width],
-            cross_attention_dim=width,
-            qk_norm=qk_norm,
-        ).requires_grad_(False)
+        return build_transformer(Architecture(width, layers, qk_norm is not None)).requires_grad_(False)
 
 
 def convert(model: M, dtype: torch.dtype) -> M:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import log
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import InputError
 from .latents import DOWNSCALE
 from .reference import NVIDIA
+
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
 
 
 class Architecture(NamedTuple):
@@ -27,6 +30,15 @@ VARIANTS = {
     "1.5-4.8B": Architecture(2240, 60, qk_norm=True),
     "sprint-0.6B": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
     "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
+}
+# How NVIDIA's names of released files and folders begin.
+RELEASED_NAMES = {
+    "Sana_600M_": "0.6B",
+    "Sana_1600M_": "1.6B",
+    "SANA1.5_1.6B_": "1.5-1.6B",
+    "SANA1.5_4.8B_": "1.5-4.8B",
+    "Sana_Sprint_0.6B_": "sprint-0.6B",
+    "Sana_Sprint_1.6B_": "sprint-1.6B",
 }
 HEAD_DIM = 32
 VIDEO_HEAD_DIM = 112
@@ -268,6 +280,11 @@ def variant_name(arch: Architecture) -> str:
     return names[0] if names else f"custom-{arch.width}x{arch.layers}"
 
 
+def released_variant(name: str) -> str | None:
+    """Return the variant of the released model with this name of a file or folder. None: another name."""
+    return next((variant for start, variant in RELEASED_NAMES.items() if name.startswith(start)), None)
+
+
 def controlnet_name(arch: Architecture) -> str:
     """Return the name of a ControlNet by the first model of its width."""
     names = (name for name, architecture in VARIANTS.items() if architecture.width == arch.width)
@@ -306,6 +323,26 @@ def video_model(config: TransformerConfig) -> VideoModel:
     is_video2, is_preview = hasattr(config, "group_layers"), getattr(config, "sampler", None) == DMD
     models = {(model.channels, model.is_video2, model.defaults.sampler == DMD): model for model in VIDEOS.values()}
     return models[config.in_channels, is_video2, is_preview]
+
+
+def build_transformer(model: Architecture, pixels: int | None = None) -> SanaTransformer2DModel:
+    """Return a transformer with random weights that was trained on images of `pixels`. None: less than POSITIONED."""
+    from diffusers import SanaTransformer2DModel
+
+    heads = CROSS_HEADS.get(model.width, model.width // HEAD_DIM)
+    large = {}
+    if pixels is not None and pixels >= POSITIONED:
+        large = {"interpolation_scale": pixels / POSITIONED, "sample_size": pixels // DOWNSCALE}
+    return SanaTransformer2DModel(
+        num_attention_heads=model.width // HEAD_DIM,
+        num_layers=model.layers,
+        num_cross_attention_heads=heads,
+        cross_attention_head_dim=model.width // heads,
+        cross_attention_dim=model.width,
+        qk_norm="rms_norm_across_heads" if model.qk_norm else None,
+        guidance_embeds=model.guidance_embeds,
+        **large,
+    )
 
 
 def perturbed_block(layers: int) -> int:

@@ -117,8 +117,8 @@ def free_bytes(device: torch.device) -> int:
 
 def has_float64(device: torch.device) -> bool:
     """Whether `device` computes in float64. Apple's GPUs and Intel's Arc A do not."""
-    if device.type in ("cpu", "mps"):
-        return device.type == "cpu"
+    if device.type in ("cpu", "meta", "mps"):
+        return device.type != "mps"
     # Only torch.xpu has the property. CUDA GPUs all compute in float64.
     return getattr(torch.get_device_module(device).get_device_properties(device), "has_fp64", True)
 

@@ -1,14 +1,20 @@
-"""The memory of each stage of a training run, and the time of its steps, before anything is loaded.
+"""Predicts the memory of each stage of a run and the time of its steps, and proposes settings that fit the GPUs.
 
-The time is predicted from the operations and was not measured on a GPU. A GPU is assumed to reach REACHED of its peak,
-as large models do in training. Encoding, validation and communication between GPUs are not counted.
+Nothing is loaded. The memory of a training step is counted by `memory_counter`. The other stages use the predictions of
+`sana_core.memory` and of the decoder's planner. The time is predicted from the operations and was not measured on a
+GPU: a GPU is assumed to reach REACHED of its peak, as large models do in training. Encoding, validation and
+communication between GPUs are not part of the time.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import reduce
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,17 +24,16 @@ from ..checkpoints.load import build_module
 from ..decode.plan import Planner
 from ..decode.stages import Stages, decoder_stages, encoder_stages
 from ..errors import InputError
-from ..memory import (
-    CONTEXT,
-    Shapes,
-    count,
-    text_bytes,
-    transformer_bytes,
-)
+from ..memory import CONTEXT, count, stages_of, text_bytes, transformer_bytes, transformer_parameters
 from ..model.known_models import (
+    CARDS,
+    DECODERS,
+    ENCODER_PARAMETERS,
     MAX_TOKENS,
-    POSITIONED,
+    TEXT_PARAMETERS,
     TEXT_WIDTH,
+    VARIANTS,
+    WIDTHS,
     Architecture,
 )
 from ..model.latents import DOWNSCALE
@@ -36,24 +41,18 @@ from ..runtime.cancellation import Poll, no_poll
 from ..split.cost import position_flops
 from ..split.speed import SIDE, seconds_of
 from .images import shapes_at
-from .memory_model import (
-    FP32_BYTES,
-    MemoryCounter,
-    Report,
-    StepMemory,
-    block_groups,
-    count_optimizer,
-    count_step,
-    weights_dtype,
-)
+from .memory_counter import MemoryCounter, Report, StepMemory, count_optimizer, count_step
+from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS
 from .run_log import clock
-from .settings import CONSISTENCY, Phase, TrainingSettings
-from .trained_model import check_layers
+from .settings import CONSISTENCY, Parallel, Phase, TrainingSettings, check_method, check_parallel
 
+FP32_BYTES = torch.float32.itemsize
 # Copies of the largest weight in fp32 while an adapter is added to it.
 MERGED_COPIES = 2
-# Models for latents with this many columns or rows certainly have a position embedding.
-EMBEDDED = 4096 // DOWNSCALE
+# A model whose training size is unknown has a position embedding if it is trained at this size in pixels.
+EMBEDDED = 4096
+# Blocks that FSDP gathers at once: the current block, the next block, and the communication buffer.
+GATHERED = 3
 REACHED = 0.4
 # Published TFLOP/s, dense in bf16 with fp32 sums.
 GPUS = {"H100": 989.0, "RTX 4090": 165.0}
@@ -63,8 +62,8 @@ class Base(NamedTuple):
     """The models of a run, as far as a plan needs them."""
 
     model: Architecture
-    shapes: Shapes  # Shapes of the transformer's weights.
-    resolution: int | None  # The training size of the transformer in pixels. None: the resolution of the run.
+    # The training size of the transformer in pixels. None: unknown.
+    resolution: int | None
     text_parameters: int
     autoencoder_parameters: int
     encoder: Stages
@@ -72,17 +71,63 @@ class Base(NamedTuple):
     counter: MemoryCounter
 
 
+def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report | None = None) -> Base:
+    """Read the headers and configurations of the models of `settings`.
+
+    The plan calls `poll`, which may cancel, and `report` before it counts a step.
+    """
+
+    def part(kind: str) -> Checkpoint:
+        return find_part(inspect_checkpoint(settings.source(kind)), kind)
+
+    def parameters(info: Checkpoint) -> int:
+        return count(header.shape for header in info.headers.values())
+
+    transformer, image = part("transformer"), part("autoencoder")
+    autoencoder: Any = build_module(image)
+    return Base(
+        architecture(transformer.headers),
+        transformer.resolution,
+        parameters(part("text_encoder")),
+        parameters(image),
+        encoder_stages(autoencoder),
+        decoder_stages(autoencoder),
+        MemoryCounter(poll, report),
+    )
+
+
+def released_base(variant: str, poll: Poll = no_poll, report: Report | None = None) -> Base:
+    """Return the released model `variant`, a name in VARIANTS, with Gemma 2 and DC-AE."""
+    decoder = DECODERS["dc-ae-f32c32"]
+    parameters = decoder.parameters + ENCODER_PARAMETERS
+    encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
+    counter = MemoryCounter(poll, report)
+    return Base(VARIANTS[variant], None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder), counter)
+
+
 class Stage(NamedTuple):
-    """Bytes on the GPU at once in one stage of a run."""
+    """Bytes of one GPU in one stage of a run."""
 
     name: str
-    weights: int  # Weights of the models and of the adapter.
-    state: int  # Gradients, the optimizer's state and the moving average.
-    work: int  # Everything else, at the peak of the stage.
+    # Weights of the models and of the adapter.
+    weights: int
+    # Gradients, the optimizer's state and the moving average.
+    state: int
+    # Everything else, at the peak of the stage.
+    work: int
+    # Bytes that a step sends to other GPUs. It receives the same number.
+    sent: int = 0
+    # Offloaded weights and state in the machine's memory.
+    host: int = 0
 
     @property
     def bytes(self) -> int:
         return self.weights + self.state + self.work
+
+    @property
+    def card(self) -> int:
+        """Bytes of the GPU, including the driver."""
+        return self.bytes + CONTEXT
 
 
 class Plan(NamedTuple):
@@ -97,81 +142,40 @@ class Plan(NamedTuple):
     @property
     def card(self) -> int:
         """Bytes of the GPU, including the driver."""
-        return self.largest.bytes + CONTEXT
+        return self.largest.card
+
+    @property
+    def sent(self) -> int:
+        return max(stage.sent for stage in self.stages)
+
+    @property
+    def host(self) -> int:
+        return max(stage.host for stage in self.stages)
 
 
-def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report | None = None) -> Base:
-    """Read the headers and configurations of the models of `settings`.
-
-    The plan calls `poll`, which may cancel, and `report` before it counts a step.
-    """
-
-    def part(kind: str) -> Checkpoint:
-        return find_part(inspect_checkpoint(settings.source(kind)), kind)
-
-    def shapes(info: Checkpoint) -> Shapes:
-        return {name: header.shape for name, header in info.headers.items()}
-
-    transformer, image = part("transformer"), part("autoencoder")
-    autoencoder = build_module(image)
-    return Base(
-        architecture(transformer.headers),
-        shapes(transformer),
-        transformer.resolution,
-        count(shapes(part("text_encoder")).values()),
-        count(shapes(image).values()),
-        encoder_stages(autoencoder),  # type: ignore[arg-type]  # build_module's class follows the kind
-        decoder_stages(autoencoder),  # type: ignore[arg-type]
-        MemoryCounter(poll, report),
-    )
-
-
-def plan_training(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Plan:
-    """Return the memory of a run with checked `settings`, on an accelerator or on the CPU.
+def plan_training(settings: TrainingSettings, base: Base, cards: int = 1, accelerator: bool = True) -> Plan:
+    """Return the memory of each of `cards` GPUs in a run with checked `settings`. Without `accelerator`: of the CPU.
 
     The work of a stage is the least with which it can run. With more memory, latents are encoded and images decoded in
     larger strips. Captions count with the largest number of tokens, images with the largest shape at their resolution.
-    Raises InputError for the consistency loss.
     """
-    if settings.loss.kind == CONSISTENCY:
-        raise InputError("loss: got consistency, which --plan does not support, expected flow; train without --plan")
-    if not settings.method.whole:
-        check_layers((name.removesuffix(".weight") for name in base.shapes), settings.method)
-    first = [captions_stage(settings, base), latents_stage(settings, base, accelerator)]
-    stages = [] if settings.stream else first
-    stages += [
-        training_stage(phase, number, settings, base, accelerator) for number, phase in enumerate(settings.phase, 1)
-    ]
-    if settings.validation.every and settings.validation.prompts:
-        stages.append(validation_stage(settings, base, accelerator))
-    return Plan(tuple(stages))
-
-
-def captions_stage(settings: TrainingSettings, base: Base) -> Stage:
     item = getattr(torch, settings.dtype).itemsize
-    return Stage("captions", base.text_parameters * item, 0, text_bytes(1, item))
-
-
-def latents_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
-    """Return the stage that encodes the images, one by one and in fp32."""
     width, height = largest_shape(max(phase.largest for phase in settings.phase))
-    work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
-    return Stage("latents", base.autoencoder_parameters * FP32_BYTES, 0, work)
-
-
-class Encoding(NamedTuple):
-    """Bytes of the encoders of a run that streams."""
-
-    weights: int  # Weights of both encoders.
-    work: int  # The larger peak of the two.
-
-
-def streaming(settings: TrainingSettings, base: Base, accelerator: bool = True) -> Encoding:
-    """Return the memory that encoding adds to a training step. It is zero for a run that does not stream."""
+    # Images are encoded one by one, in fp32.
+    encoder_work = Planner(base.encoder, height, width, torch.float32, accelerator).floor().peak_bytes
+    encoding = (
+        Stage("captions", base.text_parameters * item, 0, text_bytes(1, item)),
+        Stage("latents", base.autoencoder_parameters * FP32_BYTES, 0, encoder_work),
+    )
+    training = [training_stage(settings, base, number, cards) for number in range(len(settings.phase))]
+    if settings.validation.every and settings.validation.prompts:
+        training.append(validation_stage(settings, base, cards, accelerator))
     if not settings.stream:
-        return Encoding(0, 0)
-    stages = captions_stage(settings, base), latents_stage(settings, base, accelerator)
-    return Encoding(sum(stage.weights for stage in stages), max(stage.work for stage in stages))
+        return Plan((*encoding, *training))
+    # A run that streams encodes in each step, so both encoders stay in memory.
+    weights, work = sum(stage.weights for stage in encoding), max(stage.work for stage in encoding)
+    together = (stage._replace(weights=stage.weights + weights, work=max(stage.work, work)) for stage in training)
+    return Plan(tuple(together))
 
 
 def largest_shape(resolution: int) -> tuple[int, int]:
@@ -180,136 +184,153 @@ def largest_shape(resolution: int) -> tuple[int, int]:
     return width // DOWNSCALE, height // DOWNSCALE
 
 
-class Counted(NamedTuple):
-    """What a batch takes, with the optimizer's step."""
+def count_batch(settings: TrainingSettings, base: Base, phase: Phase, batch: int, accumulated: bool) -> StepMemory:
+    """Return the memory of forward and backward of `batch` images of the largest shape in `phase`.
 
-    step: StepMemory
-    weights: int  # The position embedding is among them.
-    gradients: int
-    state: int  # the optimizer's, with the moving average
-    optimizer_work: int  # at the peak of its step beside weights, gradients and state
-
-    @property
-    def work(self) -> int:
-        """Bytes at the peak of a whole step beside weights, gradients and state."""
-        return max(max(self.step.begin, self.step.end) - self.gradients, self.optimizer_work)
-
-
-def count_batch(
-    settings: TrainingSettings,
-    base: Base,
-    phase: Phase | None = None,
-    batch: int | None = None,
-    accumulated: bool | None = None,
-) -> StepMemory:
-    """Return the memory of forward and backward of a batch, by default a batch of the first phase.
-
-    `accumulated`: the gradients of an earlier batch are there.
+    `accumulated`: the gradients of an earlier batch exist.
     """
-    phase, method = settings.phase[0] if phase is None else phase, settings.method
     width, height = largest_shape(phase.largest)
-    batch = phase.batch if batch is None else batch
-    accumulated = phase.accumulate > 1 if accumulated is None else accumulated
+    method, largest = settings.method, max(phase.largest for phase in settings.phase)
+    resolution = base.resolution or (largest if largest >= EMBEDDED else None)
+    # Only settings that change the memory, so that equal cases are counted once.
     case = TrainingSettings(
         model="",
         out="",
         phase=(Phase((), batch=batch, accumulate=1 + accumulated),),
         dtype=settings.dtype,
-        method=replace(method, start="", layers=()),
+        method=replace(method, start="", weights=method.weights if method.whole else "float32"),
+        loss=settings.loss,
         checkpoint_gradients=settings.checkpoint_gradients,
     )
-    groups = block_groups(base.shapes, method, base.model.layers)
     title = f"{method.kind}, {width * DOWNSCALE}x{height * DOWNSCALE} px, batch {batch}"
-    return base.counter.count(title, count_step, case, base.model, (height, width), groups)
+    return base.counter.count(title, count_step, case, base.model, resolution, (height, width))
 
 
-def add_optimizer(settings: TrainingSettings, base: Base, step: StepMemory, shards: int = 1) -> Counted:
-    """Return `step` with the memory of the optimizer, which has whole weights or the rows of one of `shards`."""
-    name, dtype = settings.optimizer.name, weights_dtype(settings)
-    state, work = base.counter.count(name, count_optimizer, name, step.trained, dtype, shards)
-    average = step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0
-    weights = step.weights + position_bytes(settings, base)
-    return Counted(step, weights, step.elements * dtype.itemsize, state + average, work)
+def count_update(settings: TrainingSettings, base: Base, step: StepMemory, shards: int) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state with the moving average, and of its step at the peak without weights,
+    gradients and state. Each GPU has whole weights, or the rows of one of `shards`."""
+    name = settings.optimizer.name
+    state, work = base.counter.count(name, count_optimizer, name, step.trained, step.dtype, shards)
+    return state + (step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0), work
 
 
-def position_bytes(settings: TrainingSettings, base: Base) -> int:
-    """Return the bytes of the position embedding, in fp32, of models for large images."""
-    if base.resolution is None:
-        side = max(phase.largest for phase in settings.phase) // DOWNSCALE
-        return side**2 * base.model.width * FP32_BYTES if side >= EMBEDDED else 0
-    return (base.resolution // DOWNSCALE) ** 2 * base.model.width * FP32_BYTES if base.resolution >= POSITIONED else 0
+def count_shards(settings: TrainingSettings, cards: int) -> int:
+    """Return the number of GPUs that divide the weights of one model."""
+    return 1 if settings.parallel.kind == DDP else cards // settings.parallel.replicas
 
 
-def training_stage(
-    phase: Phase, number: int, settings: TrainingSettings, base: Base, accelerator: bool = True
-) -> Stage:
-    counted = add_optimizer(settings, base, count_batch(settings, base, phase))
-    encoding = streaming(settings, base, accelerator)
-    name = f"phase {number}: {phase.largest} px, batch {phase.batch}"
-    state = counted.state + counted.gradients
-    return Stage(name, counted.weights + encoding.weights, state, max(counted.work, encoding.work))
+def training_stage(settings: TrainingSettings, base: Base, number: int = 0, cards: int = 1) -> Stage:
+    """Return the memory of a step of phase `number` on one of `cards` GPUs, without the encoders."""
+    phase, parallel = settings.phase[number], settings.parallel
+    name = f"phase {number + 1}: {phase.largest} px, batch {phase.batch}"
+    rounds, batch = pieces_of(phase, cards)
+    shards = count_shards(settings, cards)
+    # Several GPUs have gradients from the beginning: DDP in its buckets, and FSDP in the rows of its shards.
+    accumulated = rounds > 1 or cards > 1 or parallel.kind != DDP
+    step = count_batch(settings, base, phase, batch, accumulated)
+    state, optimizer_work = count_update(settings, base, step, shards)
+    if parallel.kind == DDP:
+        sent = round(ring(cards) * 2 * step.gradients)
+        return Stage(name, step.weights, step.gradients + state, max(step.begin, step.end, optimizer_work), sent)
+    item = getattr(torch, settings.dtype).itemsize
+    model_bytes = transformer_parameters(base.model) * item
+    outside_bytes = transformer_parameters(base.model._replace(layers=0)) * item
+    block_bytes = (model_bytes - outside_bytes) // base.model.layers
+    # While a block is computed, its gathered weights, the layers outside of blocks and its fp32 gradients are whole.
+    gathered = outside_bytes + step.block * FP32_BYTES
+    compute = count_batch(gathered_settings(settings), base, phase, batch, accumulated)
+    # At the end all gradients exist. At the beginning of the first piece none do.
+    begin = compute.begin + gathered + GATHERED * block_bytes - (step.gradients // shards if rounds == 1 else 0)
+    work = max(begin, compute.end + gathered + block_bytes)
+    reduced = step.elements * FP32_BYTES
+    # Each piece gathers the weights for the forward and for the backward, and sums its gradients.
+    sent = round(ring(shards) * rounds * (2 * model_bytes + reduced))
+    if parallel.replicas > 1:
+        sent += round(ring(parallel.replicas) * 2 * reduced * rounds / shards)
+    weights, state = step.weights // shards, step.gradients // shards + state
+    if parallel.kind == OFFLOADED:
+        return Stage(name, 0, 0, work, sent, weights + state + optimizer_work)
+    return Stage(name, weights, state, max(work, optimizer_work), sent)
 
 
-def validation_stage(settings: TrainingSettings, base: Base, accelerator: bool) -> Stage:
-    """Return the stage that generates the prompts while the trained model, and the optimizer's state, stay."""
-    validation, local = settings.validation, add_optimizer(settings, base, count_batch(settings, base))
-    trained = local.step.elements
-    dtype = getattr(torch, settings.dtype)
+def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
+    """Return the number of pieces in which a GPU learns its share of a step, and the images of the largest piece."""
+    parts = -(-cards // phase.accumulate) if phase.accumulate < cards else 1
+    parts = min(parts, phase.batch)
+    return -(-phase.accumulate * parts // cards), -(-phase.batch // parts)
+
+
+def ring(cards: int) -> float:
+    """Return the share of a tensor that each GPU sends in a ring all-gather or reduce-scatter."""
+    return (cards - 1) / cards
+
+
+def gathered_settings(settings: TrainingSettings) -> TrainingSettings:
+    """Return `settings` with the trained weights in the precision of the forward, in which FSDP gathers them."""
+    return replace(settings, method=replace(settings.method, weights=settings.dtype))
+
+
+def validation_stage(settings: TrainingSettings, base: Base, cards: int, accelerator: bool) -> Stage:
+    """Return the memory of the first of `cards` GPUs while it generates the validation's images.
+
+    The trained model and the optimizer's state stay in memory.
+    """
+    validation, method, dtype = settings.validation, settings.method, getattr(torch, settings.dtype)
     side = settings.phase[-1].resolution
     width, height = (validation.width or side) // DOWNSCALE, (validation.height or side) // DOWNSCALE
     together = len(validation.prompts) if accelerator else 1
+    step, shards = count_batch(settings, base, settings.phase[0], 1, False), count_shards(settings, cards)
+    weights, (state, _) = step.weights, count_update(settings, base, step, shards)
+    if settings.parallel.kind != DDP:
+        # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
+        weights = count_batch(gathered_settings(settings), base, settings.phase[0], 1, False).weights
+        if settings.parallel.kind == OFFLOADED:
+            state = 0
+        else:
+            weights += step.weights // shards
+    elif method.whole and method.weights != settings.dtype:
+        # Images are generated with a copy of the trained weights, in the precision in which they are saved.
+        weights += step.elements * dtype.itemsize
+    elif method.base != "full":
+        # Images are generated with the whole model and an adapter, beside the model in 8 bits.
+        weights += transformer_parameters(base.model) * dtype.itemsize + step.elements * FP32_BYTES
     sampling = transformer_bytes(base.model, height, width, together, dtype, accelerator)
+    if not method.whole:
+        # An adapter is added to one layer at a time. A feed-forward has the largest weight.
+        sampling = max(sampling, MERGED_COPIES * FP32_BYTES * 5 * base.model.width**2)
+    if method.kind == "controlnet":
+        # Its residuals, and the keys and values of its blocks for prompt and negative prompt.
+        residuals = (method.blocks + 1) * together * 2 * height * width
+        sampling += (residuals + 2 * method.blocks * 2 * MAX_TOKENS) * base.model.width * dtype.itemsize
     decoding = base.autoencoder_parameters * dtype.itemsize
     decoding += Planner(base.decoder, height, width, dtype, accelerator).floor().peak_bytes
-    copies = 0
-    if not settings.method.whole:
-        # an adapter is added to the layers, one at a time
-        sampling = max(sampling, MERGED_COPIES * FP32_BYTES * max(map(math.prod, base.shapes.values())))
-        if settings.method.base != "full":
-            # the whole model, with an adapter, beside the one in 8 bits
-            copies = count(base.shapes.values()) * dtype.itemsize + trained * FP32_BYTES
-    elif settings.method.weights != settings.dtype:
-        # weights in fp32 are generated with in a copy, as they are saved
-        copies = trained * dtype.itemsize
-    if settings.method.kind == "controlnet":
-        sampling += controlnet_bytes(settings.method.blocks, base.model, height, width, together, dtype)
-    copies += streaming(settings, base, accelerator).weights
-    return Stage("validation's images", local.weights + copies, local.state, max(sampling, decoding))
-
-
-def controlnet_bytes(blocks: int, model: Architecture, height: int, width: int, batch: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a ControlNet adds to `transformer_bytes`: its residuals, and the keys and values of its
-    blocks for prompt and negative prompt."""
-    residuals = (blocks + 1) * batch * 2 * height * width
-    prompts = 2 * blocks * 2 * MAX_TOKENS
-    return (residuals + prompts) * model.width * dtype.itemsize
+    return Stage("validation's images", weights, state, max(sampling, decoding))
 
 
 def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int:
     """Return the operations of a step of `phase`. A product and its sum are two operations.
 
     The step has the forward, a second forward with gradient checkpointing, the gradients of the inputs of every layer,
-    and the gradients of the trained weights.
+    and the gradients of the trained weights. The consistency loss has another forward with a derivative.
     """
-    sizes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
-    mean = sum(image_operations(settings, base, width * height) for width, height in sizes) / len(sizes)
-    return round(mean * phase.batch * phase.accumulate)
-
-
-def image_operations(settings: TrainingSettings, base: Base, cells: int) -> float:
-    """Return the operations of a step for one image of `cells` latents."""
     method, width, layers = settings.method, base.model.width, base.model.layers
     forwards = 2 if settings.checkpoint_gradients else 1
+    shapes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
+    cells = sum(columns * rows for columns, rows in shapes) / len(shapes)
     once = cells * position_flops(width, layers)
     # Training computes keys and values of the text in each step. Only full training has gradients below them.
     text = 2 * MAX_TOKENS * (TEXT_WIDTH * width + width**2 + 2 * layers * width**2)
     if method.kind == "full":
-        return (forwards + 2) * (once + text)
-    if method.kind == "controlnet":
-        copied = method.blocks / layers
-        return (forwards + 1) * once + forwards * text + (forwards + 2) * copied * (once + text)
-    adapter = 2 * cells * count_batch(settings, base).elements
-    return (forwards + 1) * once + forwards * text + (forwards + 2) * adapter
+        image = (forwards + 2) * (once + text)
+    else:
+        trained = method.blocks / layers * (once + text)
+        if not method.whole:
+            trained = 2 * cells * count_batch(settings, base, phase, 1, False).elements
+        image = (forwards + 1) * once + forwards * text + (forwards + 2) * trained
+        if settings.loss.kind == CONSISTENCY:
+            # The derivative takes a second product in each layer. The text has no derivative.
+            image += 2 * (once + trained) + text
+    return round(image * phase.batch * phase.accumulate)
 
 
 def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> list[str]:
@@ -338,3 +359,181 @@ def measured_seconds(settings: TrainingSettings, base: Base, device: torch.devic
         done = max(0, done - (phase.steps or 0))
         seconds += remaining * step_operations(settings, base, phase) / reached
     return seconds
+
+
+def divide_batches(settings: TrainingSettings) -> TrainingSettings:
+    """Divide the batches that need the most memory by their smallest factor. A step then has more of them."""
+    most = max(phase.batch * phase.largest**2 if phase.batch > 1 else 0 for phase in settings.phase)
+
+    def divide(phase: Phase) -> Phase:
+        if phase.batch == 1 or phase.batch * phase.largest**2 < most:
+            return phase
+        factor = next(divisor for divisor in range(2, phase.batch + 1) if phase.batch % divisor == 0)
+        return replace(phase, batch=phase.batch // factor, accumulate=phase.accumulate * factor)
+
+    return replace(settings, phase=tuple(map(divide, settings.phase)))
+
+
+# The fields that `propose` changes, and their values. Those that slow a run down least come first.
+CHANGES: dict[str, Any] = {
+    "checkpoint_gradients": True,
+    # `divide_batches` changes this field.
+    "phase": None,
+    # The optimizer with the least state.
+    "optimizer.name": "came8bit",
+    "optimizer.ema": 0.0,
+    "method.weights": "bfloat16",
+    "method.base": "int8",
+}
+
+
+def change(settings: TrainingSettings, path: str) -> TrainingSettings:
+    """Return `settings` with the field `path` of CHANGES changed."""
+    if path == "phase":
+        return divide_batches(settings)
+    table, _, name = path.rpartition(".")
+    if not table:
+        return replace(settings, **{name: CHANGES[path]})
+    return replace(settings, **{table: replace(getattr(settings, table), **{name: CHANGES[path]})})
+
+
+def is_allowed(settings: TrainingSettings) -> bool:
+    """Whether the method, the optimizer, and the kind of parallel training fit each other."""
+    try:
+        check_method(settings)
+        check_parallel(settings)
+    except InputError:
+        return False
+    is_rounded = settings.method.whole and settings.method.weights != "float32"
+    return OPTIMIZERS[settings.optimizer.name].per_parameter or not is_rounded
+
+
+class Proposal(NamedTuple):
+    """Settings that may fit a GPU."""
+
+    settings: TrainingSettings
+    # The differences from the original settings, as text.
+    changes: tuple[str, ...]
+    # The memory of `settings`.
+    plan: Plan
+
+
+def propose(settings: TrainingSettings, base: Base, card: float, cards: int = 1) -> Proposal:
+    """Return the nearest settings that fit `cards` GPUs of `card` bytes, or that exceed them by the least.
+
+    The changes are tried in the order of CHANGES.
+    """
+
+    def needs(paths: list[str]) -> float:
+        proposed = reduce(change, paths, settings)
+        return plan_training(proposed, base, cards).card if is_allowed(proposed) else math.inf
+
+    chosen: list[str] = []
+    while needs(chosen) > card:
+        now = reduce(change, chosen, settings)
+        # Several GPUs send more with smaller batches, so their batches are divided only once.
+        untried = [path for path in CHANGES if cards == 1 or path not in chosen]
+        following = [path for path in untried if change(now, path) != now and is_allowed(change(now, path))]
+        if not following:
+            break
+        chosen.append(following[0])
+    enough = max(card, needs(chosen))
+    # A later change may make earlier ones unnecessary. Drop those, the most expensive first.
+    for index in reversed(range(len(chosen))):
+        without = chosen[:index] + chosen[index + 1 :]
+        if needs(without) <= enough:
+            chosen = without
+    proposed = reduce(change, chosen, settings)
+    return Proposal(proposed, tuple(differences(settings, proposed)), plan_training(proposed, base, cards))
+
+
+def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
+    """Return the fields of CHANGES that differ, with their values in `after`, as in a settings file."""
+    texts = []
+    for path in CHANGES:
+        table, _, name = path.rpartition(".")
+        old, new = (attrgetter(path)(settings) for settings in (before, after))
+        if path == "phase":
+            pairs = enumerate(zip(old, new, strict=True), 1)
+            sizes = [
+                (number, changed.batch, changed.accumulate) for number, (phase, changed) in pairs if phase != changed
+            ]
+            texts += [f"batch = {batch} and accumulate = {more} in phase {number}" for number, batch, more in sizes]
+        elif old != new:
+            texts.append(f"{name} = {json.dumps(new)}" + (f" in [{table}]" if table else ""))
+            if path == "optimizer.name":
+                texts[-1] += ", with a warmup of some hundred steps"
+    return texts
+
+
+def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) -> Proposal | None:
+    """Return the proposal for `cards` GPUs of `card` bytes with the fewest changes. None: nothing fits.
+
+    Offloading is the slowest kind of parallel training. It is tried last.
+    """
+    for kinds in ((DDP, FSDP), (OFFLOADED,)):
+        proposals = [propose(replace(settings, parallel=Parallel(kind)), base, card, cards) for kind in kinds]
+        fitting = [proposal for proposal in proposals if proposal.plan.card <= card and is_allowed(proposal.settings)]
+        if fitting:
+            best = min(fitting, key=lambda proposal: len(proposal.changes))
+            return best._replace(changes=(f'kind = "{best.settings.parallel.kind}" in [parallel]', *best.changes))
+    return None
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+    """Return a table of bytes in GB. A row has a name and a number for each column."""
+    lines = [f"{title:46}" + "".join(f"{column:>10}" for column in columns)]
+    return lines + [f"{name:46}" + "".join(f"{size / 1e9:10.2f}" for size in sizes) for name, sizes in rows]
+
+
+def table_lines(plan: Plan) -> list[str]:
+    """Return the stages of `plan` as a table."""
+    rows = [(stage.name, (stage.weights, stage.state, stage.work, stage.bytes)) for stage in plan.stages]
+    return table("GB", ("weights", "state", "work", "together"), rows)
+
+
+def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, card: float | None) -> list[str]:
+    """Describe whether the `plan` of `settings` fits a GPU of `card` bytes, and if not, settings that do.
+
+    Without a GPU (`card` is None), name the smallest of CARDS that it fits.
+    """
+    needed = f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver"
+    if card is None:
+        fitting = [size for size in CARDS if plan.card <= size * 2**30]
+        return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {CARDS[-1]} GB")]
+    name = f"a GPU of {card / 2**30:.4g} GB"
+    if plan.card <= card:
+        return [f"{needed}: fits {name}"]
+    proposal = propose(settings, base, card)
+    changes, least = "; ".join(proposal.changes), f"{proposal.plan.card / 1e9:.1f} GB"
+    lines = [f"{needed}, for {plan.largest.name}: does not fit {name}"]
+    if proposal.plan.card <= card:
+        return [*lines, f"fits with {changes}: {least}"]
+    least += f", for {proposal.plan.largest.name}" + (f", with {changes}" if changes else "")
+    return [*lines, f"the least that these settings can come to: {least}"]
+
+
+def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, card: float | None) -> list[str]:
+    """Return a table with the largest stage of each kind of parallel training, and the cheapest that fits `card` bytes.
+
+    The kinds that send the least in a step come first.
+    """
+    rows = []
+    for kind in KINDS:
+        candidate = replace(settings, parallel=Parallel(kind))
+        if is_allowed(candidate):
+            plan = plan_training(candidate, base, cards)
+            largest = plan.largest
+            sizes = (largest.weights, largest.state, largest.work, plan.card, plan.host, plan.sent)
+            rows.append((f"{kind:14}{largest.name}", sizes))
+    rows.sort(key=lambda row: row[1][-1])
+    where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
+    lines = table(where, ("weights", "state", "work", "card", "host", "sent"), rows)
+    if card is None:
+        return lines
+    best = cheapest(settings, base, cards, card)
+    name = f"{cards} GPU{'s' if cards > 1 else ''} of {card / 2**30:.4g} GB"
+    if best is None:
+        return [*lines, f"nothing fits {name}; take more of them, or a lower resolution"]
+    needed = f"{best.plan.card / 1e9:.1f} GB on each, {best.plan.sent / 1e9:.2f} GB sent a step"
+    return [*lines, f"fits {name} with {'; '.join(best.changes)}: {needed}"]

@@ -1,7 +1,6 @@
 """Planned memory of several GPUs, compared with the counted peak of the trainer's step on one of four."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +8,15 @@ from setup import ROOT
 
 from benchmarks.train_memory import EIGHT_BITS, FULL, make_settings
 from sana_core.commands import train as command
-from sana_core.training.autofit import arrangement_lines, cheapest, largest_memory, pieces_of, rank_memory
-from sana_core.training.released import released_base
+from sana_core.memory import transformer_parameters
+from sana_core.training.plan import (
+    arrangement_lines,
+    cheapest,
+    pieces_of,
+    plan_training,
+    released_base,
+    training_stage,
+)
 from sana_core.training.settings import Parallel, Validation, read_settings
 from sana_core.training.sharding import microbatches
 
@@ -19,7 +25,7 @@ GB = 2**30
 
 def share(variant, kind, cards=4, **options):
     settings = replace(make_settings(accumulate=cards, **options), parallel=Parallel(kind))
-    return rank_memory(settings, released_base(variant), settings.phase[0], cards)
+    return training_stage(settings, released_base(variant), cards=cards)
 
 
 def test_the_counted_peaks_of_the_released_models_are_predicted():
@@ -35,10 +41,11 @@ def test_the_counted_peaks_of_the_released_models_are_predicted():
 
 def test_the_cheapest_that_fits_changes_as_little_as_it_has_to():
     settings, base = make_settings(method=FULL, accumulate=4), released_base("1.6B")
-    asked = {size: cheapest(settings, base, 4, size * GB) for size in (1, 4, 12, 40)}
+    asked = {size: cheapest(settings, base, 4, size * GB) for size in (1, 6, 12, 40)}
     assert asked[40].settings.parallel.kind == "ddp" and len(asked[40].changes) == 1
     assert asked[12].settings.parallel.kind == "fsdp" and len(asked[12].changes) == 1
-    assert asked[4].memory.card <= 4 * GB and asked[4].changes[0] != asked[12].changes[0] or len(asked[4].changes) > 1
+    assert asked[6].plan.card <= 6 * GB
+    assert asked[6].changes[0] != asked[12].changes[0] or len(asked[6].changes) > 1
     assert asked[1] is None
     lines = arrangement_lines(settings, base, 4, 12 * GB)
     assert lines[-1].startswith('fits 4 GPUs of 12 GB with kind = "fsdp" in [parallel]: 7.8 GB on each, 9.63 GB sent')
@@ -100,10 +107,11 @@ def test_images_of_a_divided_model_are_planned_and_fit_24_gb(cards):
     plain = replace(make_settings(method=FULL, accumulate=cards, optimizer="came8bit"), parallel=Parallel("fsdp"))
     prompts = replace(plain, validation=Validation(every=100, prompts=("a red circle",)))
     base = released_base("1.5-4.8B")
-    steps, images = (largest_memory(run_settings, base, cards) for run_settings in (plain, prompts))
+    plans = [plan_training(run_settings, base, cards) for run_settings in (plain, prompts)]
+    steps, images = (plan.largest for plan in plans)
     # the whole model in bf16, and the rows of this GPU in fp32 with their state
-    copy = 2 * sum(map(math.prod, base.shapes.values()))
+    copy = 2 * transformer_parameters(base.model)
     assert copy < images.weights + images.state <= copy + (steps.weights + steps.state) * 1.01 or images == steps
-    assert steps.card <= images.card < 24 * GB and images.sent == steps.sent
-    offloaded = largest_memory(replace(prompts, parallel=Parallel("fsdp_offload")), base, cards)
+    assert steps.card <= images.card < 24 * GB and plans[0].sent == plans[1].sent
+    offloaded = plan_training(replace(prompts, parallel=Parallel("fsdp_offload")), base, cards)
     assert copy < offloaded.card < copy + 3 * GB and offloaded.host > 0

@@ -11,8 +11,7 @@ from benchmarks import train_memory
 from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings
 from sana_core.model.known_models import Architecture
 from sana_core.training import plan
-from sana_core.training.plan import duration_lines, read_base, step_operations
-from sana_core.training.released import released_base, released_shapes
+from sana_core.training.plan import duration_lines, read_base, released_base, step_operations
 from sana_core.training.settings import Method, read_settings
 
 MODEL = Architecture(2240, 8)
@@ -48,7 +47,7 @@ def test_operations_are_those_that_torch_counts(own, monkeypatch):
     # The counted bucket is square.
     monkeypatch.setattr(plan, "largest_shape", lambda side: (side // 32, side // 32))
     count_step(MODEL, settings, steps=1)
-    base = released_base("1.6B")._replace(model=MODEL, shapes=released_shapes(MODEL))
+    base = released_base("1.6B")._replace(model=MODEL)
     assert step_operations(settings, base, settings.phase[0]) == pytest.approx(counter.get_total_flops(), rel=0.08)
 
 

@@ -17,7 +17,6 @@ from trained import difference, lines_of, same
 
 from sana_core.errors import SanaError
 from sana_core.training import cache, states, trainer
-from sana_core.training.autofit import rank_memory
 from sana_core.training.plan import plan_training, read_base
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 
@@ -138,7 +137,7 @@ def test_the_plan_counts_the_encoders_that_stay(settings):
     (step,), (*_, other) = plan_training(streamed, base).stages, plan_training(cached, base).stages
     assert step.weights == other.weights + weights and step.work >= other.work and step.state == other.state
     shares = [
-        rank_memory(replace(run_settings, parallel=Parallel("fsdp")), base, run_settings.phase[0], 4)
+        plan_training(replace(run_settings, parallel=Parallel("fsdp")), base, 4).stages[-1]
         for run_settings in (streamed, cached)
     ]
     assert shares[0].weights == shares[1].weights + weights

@@ -14,8 +14,7 @@ from ....sana_core.batch.prompts import split_prompts
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError
-from ....sana_core.training.autofit import fit_lines
-from ....sana_core.training.plan import REACHED, Base, Plan, measured_seconds, plan_training, read_base
+from ....sana_core.training.plan import REACHED, Base, Plan, fit_lines, measured_seconds, plan_training, read_base
 from ....sana_core.training.run_log import clock, read_losses
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ....sana_core.training.states import find_states
