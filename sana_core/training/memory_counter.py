@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,12 @@ from .trainer import Trainer
 ALLOCATED = 512
 # The most equal blocks that are counted.
 COUNTED = 3
+# Numbers of intervals outside of blocks: before the step, in it, and after it.
+SETUP, BEGIN, END = -1, -2, -3
 Shape = tuple[int, ...]
 Report = Callable[[str], None]
+# Names of the layers in a block that get an adapter, the number of such blocks, and how many of them are counted.
+Group = tuple[tuple[str, ...], int, int]
 
 
 class StepMemory(NamedTuple):
@@ -93,9 +98,9 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = self.start = 0
-        self.block: int | None = None
-        # (number of the block or None, bytes at the start, at the peak and at the end), from mark to mark.
-        self.intervals: list[tuple[int | None, int, int, int]] = []
+        self.block = SETUP
+        # (number of the block, bytes at the start, at the peak and at the end), from mark to mark.
+        self.intervals: list[tuple[int, int, int, int]] = []
         self.known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,31 +125,24 @@ class LiveBytes(TorchDispatchMode):
         del self.known[key]
         self.alive -= held
 
-    def mark(self, block: int | None) -> None:
-        """End an interval, and begin an interval of `block`."""
-        self.intervals.append((self.block, self.start, self.peak, self.alive))
-        self.block, self.start, self.peak = block, self.alive, self.alive
+    def mark(self, block: int) -> None:
+        """End the interval, and begin an interval of `block`, unless it has begun."""
+        if block != self.block:
+            self.intervals.append((self.block, self.start, self.peak, self.alive))
+            self.block, self.start, self.peak = block, self.alive, self.alive
 
     def watch(self, blocks: Sequence[torch.nn.Module]) -> None:
-        """Mark when the forward and the backward of each of `blocks` begin."""
-        in_backward = False
+        """Mark when the forward and the backward of each of `blocks` begin.
 
-        def begin_forward(number: int, *_: Any) -> None:
-            # With gradient checkpointing, the backward of a block runs its forward again. Both are one interval.
-            if not in_backward:
-                self.mark(number)
-
-        def begin_backward(number: int, _: torch.Tensor) -> None:
-            nonlocal in_backward
-            in_backward = True
-            self.mark(number)
+        With gradient checkpointing, the backward of a block runs its forward again, in the same interval.
+        """
 
         def end_forward(number: int, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(partial(begin_backward, number))
+                output.register_hook(lambda gradient: self.mark(number))
 
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(begin_forward, number))
+            block.register_forward_pre_hook(lambda module, inputs, number=number: self.mark(number))
             block.register_forward_hook(partial(end_forward, number))
 
 
@@ -165,38 +163,25 @@ def counting() -> Iterator[LiveBytes]:
         yield live
 
 
-class BlockGroup(NamedTuple):
-    """Equal blocks of a model."""
-
-    # The names of the layers in a block that get an adapter.
-    layers: tuple[str, ...]
-    # The number of these blocks in the model.
-    total: int
-    # How many of them are counted.
-    counted: int
-
-
-def block_groups(method: Method, model: Architecture) -> list[BlockGroup]:
-    """Return the groups of the transformer's blocks. For a ControlNet, its copies and its projections follow."""
+def block_groups(method: Method, model: Architecture) -> list[Group]:
+    """Return the groups of equal blocks of the transformer in their order."""
     if method.kind == "controlnet":
-        copies, unsteered = min(method.blocks, COUNTED), max(0, model.layers - method.blocks - 2)
         # The residual of a copied block is added after the next block. The last block with a residual is repeated, so
         # the block after it is counted in the same group.
-        steered = BlockGroup((), model.layers - unsteered, min(model.layers, copies + 2))
-        copied = BlockGroup((), method.blocks, copies)
-        return [steered, BlockGroup((), unsteered, min(unsteered, COUNTED - 1)), copied, copied]
+        unsteered = max(0, model.layers - method.blocks - 2)
+        steered = model.layers - unsteered, min(model.layers, min(method.blocks, COUNTED) + 2)
+        return [((), *steered), ((), unsteered, min(unsteered, COUNTED - 1))]
     with torch.device("meta"):
         (block,) = build_transformer(model._replace(layers=1)).transformer_blocks
-    names = [
-        [f"transformer_blocks.{number}.{name}" for name, _ in block.named_modules()] for number in range(model.layers)
-    ]
-    check_layers([name for block_names in names for name in block_names], method)
+    names = [name for name, _ in block.named_modules()]
+    paths = [[f"transformer_blocks.{number}.{name}" for name in names] for number in range(model.layers)]
+    check_layers(chain.from_iterable(paths), method)
     is_adapted = re.compile(layer_names(method)).fullmatch
-    adapted = [tuple(name.split(".", 2)[2] for name in filter(is_adapted, block_names)) for block_names in names]
+    adapted = [tuple(compress(names, map(is_adapted, block_paths))) for block_paths in paths]
     # No gradient goes through the blocks before the first adapter.
     first = next(number for number, layers in enumerate(adapted) if layers)
     kinds = Counter((number >= first, layers) for number, layers in enumerate(adapted))
-    return [BlockGroup(layers, total, min(total, COUNTED)) for (_, layers), total in kinds.items()]
+    return [(layers, total, min(total, COUNTED)) for (_, layers), total in kinds.items()]
 
 
 def count_step(
@@ -207,84 +192,87 @@ def count_step(
     The model was trained on images of `pixels`. A phase that accumulates has the gradients of an earlier batch.
     """
     method, phase, compute = settings.method, settings.phase[0], getattr(torch, settings.dtype)
-    groups = block_groups(method, model)
+    groups, copies = block_groups(method, model), min(method.blocks, COUNTED)
+    few = sum(counted for _, _, counted in groups)
+    if method.kind == "controlnet":
+        # Its copies of blocks, and their projections.
+        groups += [((), method.blocks, copies)] * 2
     # {number of a counted block: how often its bytes are repeated}
     repeats: dict[int, int] = {}
     layers: list[str] = []
     first = 0
-    for group in groups:
-        layers += [
-            f"transformer_blocks.{first + block}.{name}" for block in range(group.counted) for name in group.layers
-        ]
-        if group.total > group.counted:
-            repeats[first + group.counted - 2] = group.total - group.counted
-        first += group.counted
-    few = first
-    if method.kind == "controlnet":
-        few, method = groups[0].counted + groups[1].counted, replace(method, blocks=groups[2].counted)
+    for names, total, counted in groups:
+        numbers = range(first, first + counted)
+        layers += [f"transformer_blocks.{number}.{name}" for number in numbers for name in names]
+        if total > counted:
+            repeats[numbers[-2]] = total - counted
+        first += counted
     with torch.inference_mode(False), torch.device("meta"):
         transformer = build_transformer(model._replace(layers=few), pixels)
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(getattr(torch, method.weights) if method.kind == "full" else compute)
-        trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers))))
+        trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers), blocks=copies)))
         trainer.set_up(transformer, 1.0)
     with counting() as live:
-        # Replace the tensors on the meta device by tensors on the CPU. A ControlNet and its transformer share modules.
-        for module in {module for trained_model in trainer.models for module in trained_model.modules()}:
-            for tensors_by_name in (module._parameters, module._buffers):
-                for name, tensor in tensors_by_name.items():
-                    if tensor is not None:
-                        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        is_parameter = isinstance(tensor, torch.nn.Parameter)
-                        tensors_by_name[name] = (
-                            torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                        )
+        drop_data(trainer.models)
         idle = live.alive
         blocks: list[Any] = list(transformer.transformer_blocks)
         if trainer.controlnet is not None:
             blocks += [*trainer.controlnet.transformer_blocks, *trainer.controlnet.controlnet_blocks]
-        # How often a tensor exists in the whole model, by its id.
-        copies = Counter({id(tensor): 1 for module in trainer.models for tensor in tensors_of(module)})
+        # How often a tensor exists in the whole model.
+        times = {tensor: 1 for module in trainer.models for tensor in tensors_of(module)}
         for number, more in repeats.items():
-            copies.update({id(tensor): more for tensor in tensors_of(blocks[number])})
-        tensors = {id(tensor): tensor for module in trainer.models for tensor in tensors_of(module)}
+            for tensor in tensors_of(blocks[number]):
+                times[tensor] += more
         trained = [parameter for parameter in trainer.models[-1].parameters() if parameter.requires_grad]
-        gradients = sum(copies[id(parameter)] * parameter.nbytes for parameter in trained)
-        # Gradients of an earlier batch that repeated blocks have.
+        gradients = sum(times[parameter] * parameter.nbytes for parameter in trained)
+        # Bytes to add to those that are alive: gradients of an earlier batch that the repeated blocks have.
         missing = 0
         if phase.accumulate > 1:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-            missing = gradients - sum(parameter.nbytes for parameter in trained)
+                missing += (times[parameter] - 1) * parameter.nbytes
         live.watch(blocks)
-        live.mark(None)
-        latents = torch.empty(phase.batch, CHANNELS, *size)
+        live.mark(BEGIN)
+        latents, noise = (torch.empty(phase.batch, CHANNELS, *size) for _ in range(2))
         embeds = torch.empty(phase.batch, MAX_TOKENS, TEXT_WIDTH, dtype=compute)
         mask = torch.empty(phase.batch, MAX_TOKENS, dtype=torch.int64)
-        control = torch.empty_like(latents) if trainer.controlnet is not None else None
-        batch = Batch(latents, embeds, mask, None, [], control)
-        noise, times = torch.empty_like(latents), torch.empty(phase.batch)
+        control = None if trainer.controlnet is None else torch.empty_like(latents)
+        batch, timesteps = Batch(latents, embeds, mask, None, [], control), torch.empty(phase.batch)
         # The prompt that replaces dropped captions stays in memory.
         empty_prompt = torch.empty_like(embeds[0])
         if settings.loss.kind == CONSISTENCY:
-            point, prompt, weight = trainer.on_trajectory(batch, noise, times, torch.empty(phase.batch))
+            point, prompt, weight = trainer.on_trajectory(batch, noise, timesteps, torch.empty(phase.batch))
             losses = consistency_loss(transformer, point, prompt, 1.0, weight)
         else:
-            losses = trainer.batch_loss(batch, noise, times)
+            losses = trainer.batch_loss(batch, noise, timesteps)
         losses.sum().backward()
         del empty_prompt
-        live.mark(None)
-        grown, peaks = missing - idle - gradients, []
-        for interval_block, start, peak, end in live.intervals[1:]:
-            growth = 0 if interval_block is None else repeats.get(interval_block, 0) * (end - start)
-            peaks.append(peak + grown + max(0, growth))
-            grown += growth
+        live.mark(END)
+        peaks = []
+        for number, start, peak, end in live.intervals[1:]:
+            growth = repeats.get(number, 0) * (end - start)
+            peaks.append(peak + missing + max(0, growth) - idle - gradients)
+            missing += growth
         shapes: Counter[Shape] = Counter()
         for parameter in trained:
-            shapes[tuple(parameter.shape)] += copies[id(parameter)]
-        weights = sum(copies[key] * tensor.nbytes for key, tensor in tensors.items())
+            shapes[tuple(parameter.shape)] += times[parameter]
+        weights = sum(number * tensor.nbytes for tensor, number in times.items())
         largest = max(sum(tensor.numel() for tensor in tensors_of(block) if tensor.requires_grad) for block in blocks)
     return StepMemory(weights, trained[0].dtype, tuple(shapes.items()), largest, max(peaks[:-1]), peaks[-1])
+
+
+def drop_data(models: Sequence[torch.nn.Module]) -> None:
+    """Replace the tensors of `models`, which are on the meta device, by tensors on the CPU.
+
+    `torch.nn.Module.to_empty` fails for modules that two models share.
+    """
+    for module in {module for model in models for module in model.modules()}:
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -311,8 +299,7 @@ def count_optimizer(
         optimizer = make_optimizer(name, parameters, 1e-4)
         if shards > 1 and isinstance(optimizer, CAME):
             optimizer.total = lambda sums: sums
-        before = live.alive
-        live.mark(None)
+        before = live.peak = live.alive
         step_optimizer(optimizer, torch.Generator().manual_seed(0))
         return live.alive - before, live.peak - live.alive
 

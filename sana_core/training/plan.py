@@ -214,17 +214,12 @@ def count_update(settings: TrainingSettings, base: Base, step: StepMemory, shard
     return state + (step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0), work
 
 
-def count_shards(settings: TrainingSettings, cards: int) -> int:
-    """Return the number of GPUs that divide the weights of one model."""
-    return 1 if settings.parallel.kind == DDP else cards // settings.parallel.replicas
-
-
 def training_stage(settings: TrainingSettings, base: Base, number: int = 0, cards: int = 1) -> Stage:
     """Return the memory of a step of phase `number` on one of `cards` GPUs, without the encoders."""
     phase, parallel = settings.phase[number], settings.parallel
     name = f"phase {number + 1}: {phase.largest} px, batch {phase.batch}"
     rounds, batch = pieces_of(phase, cards)
-    shards = count_shards(settings, cards)
+    shards = 1 if parallel.kind == DDP else cards // parallel.replicas
     # Several GPUs have gradients from the beginning: DDP in its buckets, and FSDP in the rows of its shards.
     accumulated = rounds > 1 or cards > 1 or parallel.kind != DDP
     step = count_batch(settings, base, phase, batch, accumulated)
@@ -279,12 +274,14 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
     side = settings.phase[-1].resolution
     width, height = (validation.width or side) // DOWNSCALE, (validation.height or side) // DOWNSCALE
     together = len(validation.prompts) if accelerator else 1
-    step, shards = count_batch(settings, base, settings.phase[0], 1, False), count_shards(settings, cards)
+    kind, phase = settings.parallel.kind, settings.phase[0]
+    shards = 1 if kind == DDP else cards // settings.parallel.replicas
+    step = count_batch(settings, base, phase, 1, False)
     weights, (state, _) = step.weights, count_update(settings, base, step, shards)
-    if settings.parallel.kind != DDP:
+    if kind != DDP:
         # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
-        weights = count_batch(gathered_settings(settings), base, settings.phase[0], 1, False).weights
-        if settings.parallel.kind == OFFLOADED:
+        weights = count_batch(gathered_settings(settings), base, phase, 1, False).weights
+        if kind == OFFLOADED:
             state = 0
         else:
             weights += step.weights // shards

@@ -95,6 +95,14 @@ def test_a_base_in_8_bits_is_not_divided():
     assert [line.split()[0] for line in lines[1:]] == ["ddp"]
 
 
+def test_every_gpu_has_room_for_the_text_encoder():
+    """The ranks share the captions, so each of them loads the encoder."""
+    settings, base = make_settings(accumulate=4), released_base("1.6B")
+    smallest = plan_training(settings, base, 4).stages[0].card
+    assert cheapest(settings, base, 4, smallest - 1) is None
+    assert cheapest(settings, base, 4, smallest).plan.largest.name == "captions"
+
+
 def test_what_prodigy_cannot_train_is_not_planned():
     """Prodigy sums over all weights at once, so shards are impossible."""
     settings, base = make_settings(optimizer="prodigy", accumulate=2), released_base("1.6B")

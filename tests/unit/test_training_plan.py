@@ -38,10 +38,11 @@ from sana_core.training.plan import (
     released_base,
     training_stage,
 )
-from sana_core.training.settings import Method, Validation, read_settings
+from sana_core.training.settings import CONSISTENCY, FLOW, Loss, Method, Validation, read_settings
 from sana_core.training.trained_model import adapter_layers, add_adapter, begin_controlnet, quantise_base
 
 SMALL = Architecture(640, 2)
+DISTILLED = Architecture(640, 5, qk_norm=True, guidance_embeds=True)
 CARDS = {name: size * 2**30 for name, size in (("4", 4), ("6", 6), ("8", 8), ("12", 12), ("16", 16), ("24", 24))}
 
 
@@ -111,6 +112,9 @@ REAL = {
     "lora, dropout": {"method": Method(targets="both", dropout=0.2), "checkpoint": False},
     "lora, dropout, checkpointing": {"method": Method(dropout=0.2)},
     "dora": {"method": Method("dora", targets="both"), "checkpoint": False},
+    "lora of a distilled model": {"model": DISTILLED, "loss": CONSISTENCY, "checkpoint": False},
+    "lora of a distilled model, checkpointing": {"model": DISTILLED, "loss": CONSISTENCY, "batch": 2},
+    "lora of a distilled model over 8 bits": {"model": DISTILLED, "loss": CONSISTENCY, "method": EIGHT_BITS},
     "full": {"method": FULL, "optimizer": "came8bit"},
     "full, accumulated": {"method": FULL, "accumulate": 2, "checkpoint": False},
     "lora over 8 bits": {"method": EIGHT_BITS},
@@ -128,8 +132,8 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_scaled_models_take_as_much_memory_as_predicted(name):
     case = dict(REAL[name])
-    model = case.pop("model", SMALL)
-    settings = make_settings(pixels=512, dtype="float32", **case)
+    model, loss = case.pop("model", SMALL), Loss(case.pop("loss", FLOW))
+    settings = replace(make_settings(pixels=512, dtype="float32", **case), loss=loss)
     assert count_step(model, settings, fake=False).peak == pytest.approx(predicted(model, settings), rel=0.03)
 
 
@@ -377,6 +381,15 @@ def test_a_base_in_8_bits_is_not_proposed_where_validation_draws_beside_it():
     assert proposal.settings.method.base == "full"
     eight = replace(settings, method=EIGHT_BITS)
     assert plan_training(eight, base).stages[-1].weights > 1.4 * plan_training(settings, base).stages[-1].weights
+
+
+def test_weights_in_bf16_are_not_proposed_with_an_optimizer_that_cannot_round_them():
+    """With weights in bf16, the model would fit without another optimizer, but Prodigy trains fp32 weights only."""
+    base = released_base("1.6B")
+    proposal = propose(make_settings(method=FULL, optimizer="prodigy"), base, CARDS["12"])
+    assert proposal.plan.card <= CARDS["12"]
+    assert OPTIMIZERS[proposal.settings.optimizer.name].per_parameter
+    assert proposal.settings.method.weights == "bfloat16"
 
 
 def test_where_nothing_fits_the_least_is_said():
