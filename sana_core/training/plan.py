@@ -385,7 +385,7 @@ CHANGES: dict[str, Any] = {
 
 
 def change(settings: TrainingSettings, path: str) -> TrainingSettings:
-    """Return `settings` with the field `path` of CHANGES changed."""
+    """Return `settings` with the value of CHANGES for the field `path`."""
     if path == "phase":
         return divide_batches(settings)
     table, _, name = path.rpartition(".")
@@ -451,11 +451,9 @@ def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
         table, _, name = path.rpartition(".")
         old, new = (attrgetter(path)(settings) for settings in (before, after))
         if path == "phase":
-            pairs = enumerate(zip(old, new, strict=True), 1)
-            sizes = [
-                (number, changed.batch, changed.accumulate) for number, (phase, changed) in pairs if phase != changed
-            ]
-            texts += [f"batch = {batch} and accumulate = {more} in phase {number}" for number, batch, more in sizes]
+            for number, (one, other) in enumerate(zip(old, new, strict=True), 1):
+                if one != other:
+                    texts.append(f"batch = {other.batch} and accumulate = {other.accumulate} in phase {number}")
         elif old != new:
             texts.append(f"{name} = {json.dumps(new)}" + (f" in [{table}]" if table else ""))
             if path == "optimizer.name":
