@@ -307,18 +307,31 @@ def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, st
     """Add the `document` to the files in `part`, and move them to `folder`. Some of the `digests` are known."""
     names = {path: path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()}
     files = {**digests, **{name: digest_file(path) for path, name in names.items() if name not in digests}}
-    # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
-    content = json.loads(json.dumps({**document, "files": files}))
-    text = json.dumps({**content, "digest": digest_json(content)}, indent=1, sort_keys=True)
     # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later. Its
     # unfinished file is beside the part. Inside, a killed process could leave it in the state for ever.
-    write_whole(part / STATE, text.encode(), part.parent)
+    write_document(part, part.parent, {**document, "files": files})
     sync(part)
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         raise stranger(folder)
     # A virus scanner reads the new files, which takes long if the model is large.
     move_state(part, folder, SCAN_PATIENCE)
+
+
+def write_document(folder: Path, parts: Path, document: Json) -> None:
+    """Write the state.json of the state in `folder` through the folder `parts`."""
+    # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
+    content = json.loads(json.dumps(document))
+    text = json.dumps({**content, "digest": digest_json(content)}, indent=1, sort_keys=True)
+    write_whole(folder / STATE, text.encode(), parts, replace=True)
+
+
+def note_validation(folder: Path, parts: Path, best: Best | None, validated: int | None) -> None:
+    """Add the validation to the state in `folder`. A run that was cancelled or failed has saved the state before it."""
+    document = read_document(folder)
+    if document["validated"] != validated:
+        with writing(folder):
+            write_document(folder, parts, {**document, "best": best, "validated": validated})
 
 
 def move_state(part: Path, folder: Path, patience: float | None = None) -> None:

@@ -117,6 +117,7 @@ from .states import (
     check_places,
     find_states,
     note_result,
+    note_validation,
     publish,
     read_run,
     read_state,
@@ -841,14 +842,16 @@ class Trainer:
             )
             complete = write_state(self.out, self.parts, saved, self.gather_and_export, self.layout)
             self.saved = step
-        best_step = None if self.best is None else self.best.step
+        best, validated = self.best, self.validated
 
         def put() -> None:
             if complete is not None:
                 complete()
+            elif step and validated == step:
+                note_validation(step_folder(self.out, step), self.parts, best, validated)
             try:
                 # Without a new state too: a run that was killed after its last state has not removed the old ones.
-                remove_older(self.out, self.parts, self.settings.keep, best_step)
+                remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
             except OSError as error:
                 logger.warning("older states are not removed now (%s)", error)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TINY
+from diffusers import SanaTransformer2DModel  # noqa: F401  Its first import writes warnings about torchao.
 from pictures import write_pictures
 from PIL import Image
 from pretend_card import pretend_cards
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 
 from sana_core.__main__ import main
 from sana_core.runtime import atomic_files
-from sana_core.training import run_log, states
+from sana_core.training import run_log, states, trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = ["--width", "32", "--height", "32", "--steps", "1", "--dtype", "float32"]
@@ -227,6 +228,27 @@ def test_a_file_that_stays_open_costs_nothing_but_one_line(name, file, inputs, e
         for key in ("log.jsonl", "validations.png"):
             before.pop(key), after.pop(key, None)
     assert after == before
+
+
+def test_a_run_that_notices_before_a_validation_that_a_state_stays_open_loses_nothing(
+    inputs, expected, tmp_path, inject, caplog, monkeypatch
+):
+    """The run saves step 2 when it notices that step 1 stays open. On a slow machine that is before the validation."""
+    out, take_step = tmp_path / "out", trainer.Trainer.take_step
+
+    def take_slow_step(run):
+        line = take_step(run)
+        if line["step"] == 2:
+            run.completing.exception()
+        return line
+
+    monkeypatch.setattr(trainer.Trainer, "take_step", take_slow_step)
+    inject((moves_to(["step-0000001"]), SharingViolation))
+    status, (line,) = run("train", inputs, out, caplog=caplog)
+    assert status == 1 and "step-0000001" in line
+    inject()
+    assert run("train", inputs, out, caplog=caplog) == (0, [])
+    assert content(out) == expected("train")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

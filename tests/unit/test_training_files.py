@@ -180,6 +180,28 @@ def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out,
     assert content(out) == before
 
 
+def test_a_state_that_was_saved_before_its_validation_gets_it_when_the_run_resumes(make, out):
+    options = {"keep": 1, "validation": Validation(every=2, share=0.4)}
+    trainer.train(make(**options))
+    before = content(out)
+    shutil.rmtree(out)
+
+    def cancel(line):
+        if "loss" in line and line["step"] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(make(**options), cancel)
+    lines = [[], []]
+    for reported in lines:
+        trainer.train(make(**options), reported.append)
+        after = content(out)
+        # The log has times.
+        assert all(after[name] == before[name] for name in before if name != "log.jsonl")
+    # The first start validates and reports the best validation, the second one only reports it.
+    assert [len(reported) for reported in lines] == [2, 1] and after.keys() == before.keys()
+
+
 def test_a_run_whose_run_json_is_gone_goes_on(make, out):
     trainer.train(make())
     (out / "run.json").unlink()
