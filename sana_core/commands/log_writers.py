@@ -12,7 +12,7 @@ from ..checkpoints.fingerprint import digest_json
 from ..errors import VersionError, first_line
 from ..runtime.atomic_files import make_folder
 from ..runtime.text import brief
-from ..training.run_log import Line
+from ..training.states import Line
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from .options import path_of, progress_line
 
 if TYPE_CHECKING:
     from ..training.ranks import Ranks
-    from ..training.run_log import Line
     from ..training.settings import TrainingSettings
+    from ..training.states import Line
 
 # Signals that save and end a run: Ctrl+C, the end of a service or job, a closed terminal, and Slurm's --signal. Windows
 # has only the first two.
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`. The first rank shows the progress."""
-    from ..training.run_log import Eta, describe_validation
+    from ..training.states import Eta, describe_validation
     from ..training.trainer import ignore, train
     from .log_writers import tensorboard_writer, wandb_writer
 

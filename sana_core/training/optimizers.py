@@ -1,4 +1,5 @@
-"""The table OPTIMIZERS, stochastic rounding of weights in bf16, and the moving average of the trained weights.
+"""The table OPTIMIZERS, stochastic rounding of weights in bf16, the moving average of the trained weights, and the
+contents of a saved state.
 
 bf16 has 8 bits of precision, so rounding to the nearest value always loses an update of less than 1/512 of a weight.
 The update is therefore computed in fp32 and rounded up or down at random, with the probability of each neighbour
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -332,3 +333,103 @@ def fill(targets: Mapping, values: Mapping) -> None:
     """Copy the tensors `values` into the tensors `targets` with the same keys."""
     for name, target in targets.items():
         target.copy_(values[name])
+
+
+# Entries of an optimizer's group that are no state. The schedule sets the rate at each step.
+SETTINGS = ("params", "optimizer", "lr")
+# The only state that is a single number.
+STEP = "step"
+
+
+class ParameterValues(TypedDict):
+    """The state of a parameter that is no tensor."""
+
+    values: dict[str, float]
+    # The attributes of each tensor subclass, such as torchao's 8-bit values. A dtype is its name in torch.
+    subclasses: dict[str, list[Any]]
+
+
+class OptimizerValues(TypedDict):
+    """The state of an optimizer that is no tensor."""
+
+    group: dict[str, float]
+    parameters: list[ParameterValues]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], OptimizerValues]:
+    """Return the state of an optimizer of `make_optimizer` except its rate: tensors by name, and values for JSON.
+
+    A tensor is named "<number of the parameter>.<name of the state>", or "group.<name>" if it belongs to all
+    parameters. The inner tensors of a subclass have ".<name>" after that. Contiguous tensors are not copied. Write or
+    copy them before the next step.
+
+    set_optimizer_state_dict of torch.distributed.checkpoint casts a state to its parameter's dtype: 8-bit codes to
+    fp32, and fp32 moments to bf16. A resumed run would differ.
+    """
+    (group,) = optimizer.param_groups
+    tensors: dict[str, torch.Tensor] = {}
+    parameters: list[ParameterValues] = []
+    for index, parameter in enumerate(group["params"]):
+        entry: ParameterValues = {"values": {}, "subclasses": {}}
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                entry["values"][name] = value
+            elif hasattr(value, "__tensor_flatten__"):
+                parts, attributes = value.__tensor_flatten__()
+                entry["subclasses"][name] = [
+                    str(attribute) if isinstance(attribute, torch.dtype) else attribute for attribute in attributes
+                ]
+                for part in parts:
+                    tensors[f"{index}.{name}.{part}"] = getattr(value, part).contiguous()
+            else:
+                tensors[f"{index}.{name}"] = value.contiguous()
+        parameters.append(entry)
+    values: dict[str, float] = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor) and name not in SETTINGS:
+            tensors[f"group.{name}"] = value.contiguous()
+        elif name not in SETTINGS and value != optimizer.defaults.get(name):
+            values[name] = value
+    return tensors, {"group": values, "parameters": parameters}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], values: OptimizerValues
+) -> None:
+    """Restore the state of `optimizer`, which has taken no step, on the devices of its parameters.
+
+    `optimizer` keeps its learning rate, betas and weight decay, because a new phase of a run may have others.
+    """
+    (group,) = optimizer.param_groups
+    for index, (parameter, entry) in enumerate(zip(group["params"], values["parameters"], strict=True)):
+        state: Json = dict(entry["values"])
+        inner: dict[str, dict[str, torch.Tensor]] = {name: {} for name in entry["subclasses"]}
+        for key, tensor in tensors.items():
+            number, _, name = key.partition(".")
+            if number != str(index):
+                continue
+            name, _, part = name.partition(".")
+            if part:
+                inner[name][part] = tensor.to(parameter.device, copy=True)
+            elif name == STEP:
+                # torch and torchao count steps on the CPU. Only the fused kernels count on the device. Shards store the
+                # count as a tensor with one element.
+                state[name] = tensor.reshape(()).to(parameter.device if group.get("fused") else "cpu", copy=True)
+            elif tensor.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+            else:
+                state[name] = tensor.to(parameter.device, copy=True)
+        for name, attributes in entry["subclasses"].items():
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            decoded = [
+                getattr(torch, attribute.removeprefix("torch.")) if isinstance(attribute, str) else attribute
+                for attribute in attributes
+            ]
+            state[name] = OptimState8bit.__tensor_unflatten__(inner[name], decoded)
+        if state:
+            optimizer.state[parameter] = state
+    group.update(values["group"])
+    for key, tensor in tensors.items():
+        if key.startswith("group."):
+            group[key.removeprefix("group.")] = tensor.to(group["params"][0].device, copy=True)

@@ -43,8 +43,8 @@ from ..split.speed import SIDE, seconds_of
 from .images import shapes_at
 from .memory_counter import MemoryCounter, Report, StepMemory, count_optimizer, count_step
 from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS
-from .run_log import clock
 from .settings import CONSISTENCY, Parallel, Phase, TrainingSettings, check_method, check_parallel
+from .states import clock
 
 FP32_BYTES = torch.float32.itemsize
 # Copies of the largest weight in fp32 while an adapter is added to it.

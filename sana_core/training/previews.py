@@ -26,9 +26,8 @@ from ..runtime.image_files import LEVEL, levels
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
-from .run_log import Line, read_log
 from .settings import TrainingSettings
-from .states import stranger, writing
+from .states import Line, read_log, stranger, writing
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

@@ -1,28 +1,38 @@
-"""How the ranks of a run divide a model and a step. Each rank holds the whole model (DDP) or rows of it (FSDP2).
+"""How the ranks of a run divide a model, a step, and the tensors of a saved state.
 
-The optimizer, moving average and rounding of a shard work on plain tensors, the rows of this rank. Ranks communicate
-for sums over whole weights, such as norms of gradients and CAME's means of columns, and to gather weights for a file.
+Each rank holds the whole model (DDP) or rows of it (FSDP2). The optimizer, moving average and rounding of a shard work
+on plain tensors, the rows of this rank. Ranks communicate for sums over whole weights, such as norms of gradients and
+CAME's means of columns, and to gather weights for a file.
+
+Several ranks write the tensors of a state as safetensors files of torch.distributed.checkpoint. Each file records which
+rows of a tensor it has, so any number of ranks can read them. One rank writes the tensors that all ranks have. A tensor
+that only one rank has, such as the scales of its 8-bit values, is named with @ and the number of the shard.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import InputError, VersionError
-from ..runtime.text import Json
-from .optimizers import DDP
+from ..checkpoints.headers import write_tensors
+from ..errors import InputError, OutputError, TrainingError, VersionError
+from ..runtime.atomic_files import digest_file, sync
+from ..runtime.text import Json, brief
+from .optimizers import DDP, STEP
 from .ranks import ALONE, Ranks
 from .settings import TrainingSettings
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -30,6 +40,12 @@ if TYPE_CHECKING:
 BLOCKS = ("", "SanaBlock", "SanaMSBlock", "SanaTransformerBlock")
 # Number of classes that an error lists.
 LISTED = 8
+# The file, or the folder of several ranks, with the tensors of a state.
+TENSORS, SHARDS = "state.safetensors", "shards"
+# Separates the name of a tensor from the number of the only shard that has it.
+SHARD_MARK = "@"
+# CAME's means of rows, which are divided like the rows, and of columns, which are the same on all ranks.
+ROWS, COLUMNS = "_row", "_col"
 # Indices of samples of one shape, and whether they count. False: the rank computes them to accompany the others.
 Microbatch = tuple[list[int], bool]
 
@@ -42,7 +58,7 @@ class Shards(NamedTuple):
     # The transformer, and the ControlNet if one is trained.
     models: Sequence[nn.Module]
     # The same models without weights. Copies of them are filled with gathered weights.
-    whole: Sequence[nn.Module]
+    empty_models: Sequence[nn.Module]
     # The ranks in the order of the weights' mesh, for tensors in the CPU's memory.
     cpu_mesh: DeviceMesh
 
@@ -68,7 +84,7 @@ class Layout(NamedTuple):
     shards: Shards | None = None
 
     @property
-    def parts(self) -> int:
+    def shard_count(self) -> int:
         """The number of shards that the weights are divided into. 1: each rank has whole weights."""
         if self.shards is None:
             return 1
@@ -76,9 +92,9 @@ class Layout(NamedTuple):
         return mesh.size(mesh.ndim - 1)
 
     @property
-    def part(self) -> int:
+    def shard(self) -> int:
         """The number of this rank's shard."""
-        return self.ranks.rank % self.parts
+        return self.ranks.rank % self.shard_count
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[Callable[[Callable[[], torch.Tensor]], torch.Tensor]]:
@@ -105,7 +121,7 @@ class Layout(NamedTuple):
             parameter.grad = None if owner.grad is None else owner.grad.to_local()
             owner.grad = None
         gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-        local, replicas = float(nn.utils.get_total_norm(gradients)), self.ranks.size // self.parts
+        local, replicas = float(nn.utils.get_total_norm(gradients)), self.ranks.size // self.shard_count
         norm = (self.ranks.total(local**2)[0] / replicas) ** 0.5
         nn.utils.clip_grads_with_norm_(list(parameters.values()), limit, torch.tensor(norm))
         return norm
@@ -202,7 +218,7 @@ def local_parameters(layout: Layout) -> dict[str, nn.Parameter]:
     parameters = {}
     for name, weight in layout.shards.trained.items():
         parameter = nn.Parameter(weight.to_local().detach())
-        slices = row_slices(len(weight), layout.parts)
+        slices = row_slices(len(weight), layout.shard_count)
         row_size = weight.numel() // len(weight)
         parameter.shard_sizes = tuple((rows.stop - rows.start) * row_size for rows in slices)  # type: ignore[attr-defined]
         parameters[name] = parameter
@@ -332,7 +348,7 @@ def gather(
     Trained weights are converted to `dtype`. None: they keep theirs. One weight after another is gathered. With
     `trained_alone` frozen weights stay empty.
     """
-    models = copy.deepcopy(list(shards.whole)) if first else []
+    models = copy.deepcopy(list(shards.empty_models)) if first else []
     for number, model in enumerate(shards.models):
         filled = {}
         for name, parameter in model.named_parameters():
@@ -398,3 +414,177 @@ def split(batch: Sequence[int], parts: int) -> list[Sequence[int]]:
     parts = min(parts, len(batch))
     bounds = [number * len(batch) // parts for number in range(parts + 1)]
     return [batch[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+# The tensors of a state
+
+
+def save_tensors(layout: Layout, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, str]:
+    """Write the `tensors` of a state into `folder`. Returns the digests of the files that have been taken.
+
+    Several ranks write together. Only if every rank has all tensors and torch is older than 2.9, rank 0 writes alone.
+    """
+    if layout.ranks.size > 1:
+        import torch.distributed.checkpoint as checkpoint
+
+        if layout.shards is not None or hasattr(checkpoint, "HuggingFaceStorageWriter"):
+            return save_shards(layout, tensors, folder)
+    layout.ranks.run_on_rank0(lambda: write_tensors(folder / TENSORS, tensors))
+    return {}
+
+
+def save_shards(layout: Layout, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, str]:
+    """Write this rank's part of the `tensors` of a state into `folder`. All ranks call this.
+
+    Returns the digests of the files of this rank by name. If one rank fails, all ranks raise an error.
+    """
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+
+    def divide() -> dict[str, torch.Tensor]:
+        # Those files cannot have tensors without a dimension.
+        plain = {name: tensor.detach().reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}
+        return dict(divide_tensor(layout, name, tensor.contiguous()) for name, tensor in plain.items())
+
+    def finish() -> dict[str, str]:
+        files = sorted((folder / SHARDS).glob(f"shard-{layout.ranks.rank + 1:05d}-*"))
+        for file in files:
+            # Each rank waits for its own disk.
+            sync(file)
+        return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
+
+    divided = layout.ranks.run_on_all(divide)
+    failure: BaseException | None = None
+    try:
+        with without_warnings():
+            save(divided, storage_writer=HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True))
+    except CheckpointException as error:
+        # All ranks raise it together.
+        cause = first_failure(error)
+        if isinstance(cause, KeyboardInterrupt):
+            failure = cause
+        elif isinstance(cause, OSError):
+            failure = OutputError(f"out: cannot write the state ({brief(cause)}); see its rights and its disk")
+        else:
+            text = brief(str(cause) or type(cause).__name__)
+            failure = TrainingError(f"training: cannot write the state ({text}); the same command resumes")
+    layout.ranks.agree(failure)
+    return layout.ranks.run_on_all(finish)
+
+
+def divide_tensor(layout: Layout, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Return the tensor's name in the files, and the tensor that this rank writes: the whole one or its rows."""
+    weight, key = find_weight(layout, name)
+    if weight is None or is_shared(key):
+        return name, tensor
+    if is_of_one_shard(key):
+        return f"{name}{SHARD_MARK}{layout.shard}", tensor
+    return name, as_rows(layout, tensor, weight, weight.shape[:1] if key.endswith(ROWS) else weight.shape)
+
+
+def find_weight(layout: Layout, name: str) -> tuple[DTensor | None, str]:
+    """Return the sharded weight that the state's tensor `name` belongs to, and the name without the parameter's.
+
+    None: the tensor belongs to no sharded weight.
+    """
+    trained = {} if layout.shards is None else layout.shards.trained
+    kind, _, parameter = name.partition(".")
+    if kind != "optimizer":
+        return trained.get(parameter), ""
+    number, _, key = parameter.partition(".")
+    return {str(index): weight for index, weight in enumerate(trained.values())}.get(number), key
+
+
+def is_of_one_shard(key: str) -> bool:
+    """Whether an optimizer's tensor describes the elements of one shard in their order, and not rows."""
+    return key.endswith(("_scales", "_codes")) or "." in key
+
+
+def is_shared(key: str) -> bool:
+    """Whether an optimizer's tensor is the same on all ranks.
+
+    The shape does not tell, because the step count has the shape of a shard with one element.
+    """
+    return key == STEP or key.endswith(COLUMNS)
+
+
+def as_rows(layout: Layout, tensor: torch.Tensor, weight: DTensor, shape: torch.Size) -> DTensor:
+    """Return `tensor` as this rank's rows of a tensor of `shape`, which is divided like `weight`. It is not moved."""
+    from torch.distributed.tensor import DTensor
+
+    assert layout.shards is not None
+    # A mesh of GPUs would move a tensor of the CPU to the GPU.
+    mesh = layout.shards.cpu_mesh if tensor.device.type == "cpu" else weight.device_mesh
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(tensor, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+
+
+def read_tensors(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of the state in `folder` that this rank has in `layout`. They were saved in `count` shards."""
+    if (folder / SHARDS).is_dir():
+        return read_shards(layout, folder / SHARDS, count)
+    from safetensors import safe_open
+
+    tensors = {}
+    with safe_open(folder / TENSORS, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            view = file.get_slice(name)
+            rows = rows_of_rank(layout, name, view.get_shape())
+            tensors[name] = file.get_tensor(name) if rows is None else view[rows]
+    return tensors
+
+
+def read_shards(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, about in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+        plain, _, number = name.partition(SHARD_MARK)
+        if number and count != layout.shard_count:
+            raise other_shard_count(count, layout.shard_count)
+        if number and int(number) != layout.shard:
+            continue
+        tensors[name] = torch.empty(about.size, dtype=about.properties.dtype)  # type: ignore[union-attr]
+        weight, _ = find_weight(layout, plain)
+        rows = None if number else rows_of_rank(layout, plain, tensors[name].shape)
+        if weight is not None and rows is not None:
+            # A copy, so that the whole tensor is freed.
+            tensors[name] = as_rows(layout, tensors[name][rows].clone(), weight, tensors[name].shape)
+    try:
+        with without_warnings():
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except CheckpointException as error:
+        raise RuntimeError(str(first_failure(error))) from None
+    return {
+        name.partition(SHARD_MARK)[0]: tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def rows_of_rank(layout: Layout, name: str, shape: Sequence[int]) -> slice | None:
+    """Return the rows that this rank has of a tensor of the whole `shape`. None: it has the whole tensor."""
+    weight, key = find_weight(layout, name)
+    if weight is None or is_shared(key) or layout.shard_count == 1:
+        return None
+    if is_of_one_shard(key):
+        raise other_shard_count(1, layout.shard_count)
+    return row_slices(shape[0], layout.shard_count)[layout.shard]
+
+
+def other_shard_count(got: int, expected: int) -> InputError:
+    return InputError(
+        f"optimizer: got 8-bit values in {got} shards for {expected}, expected as many; continue with {got} processes, "
+        "or in another folder"
+    )
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """Return the error of the first rank that failed."""
+    return next(iter(error.failures.values()))[0]
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Hide warnings of torch.distributed.checkpoint about things that are done here on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

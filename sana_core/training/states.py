@@ -1,22 +1,13 @@
-"""A run's folder and its saved states. A run resumes from the newest state. Each state is complete or does not exist.
+"""The folder of a run: run.json, the log, and the saved states. A run resumes from the newest state.
 
 out/run.json              the config, and the digests of the LoRAs and weights that the run has published
 out/steps/step-0000500/   state.safetensors  the trained weights, the optimizer's state, the moving average
-                          state.json         the progress, the config, the digests of all files
+                          state.json         SavedState and its digest
                           shards/            in place of state.safetensors if several processes have written the state
                           the LoRA, or the folder with the weights, for other programs
-out/log.jsonl             a line for each step
+out/log.jsonl             a line for each step and validation
 
-Nothing else in `out` is ever replaced, emptied or removed.
-
-Several ranks write safetensors files of torch.distributed.checkpoint. Each file records which rows of a tensor it
-has, so any number of ranks can read them. One rank writes the tensors that all ranks have. A tensor that only one rank
-has, such as the scales of its 8-bit values, is named with @ and the number of the shard.
-
-An optimizer's tensors are named "<number of the parameter>.<name of the state>", or "group.<name>" if they belong to
-all parameters. A tensor subclass, such as torchao's 8-bit values, is written as its inner tensors, named ".<name>"
-after that. torch.distributed.checkpoint's set_optimizer_state_dict is not used. It would cast a state to its
-parameter's dtype, 8-bit codes to fp32 and fp32 moments to bf16, so a resumed run would differ.
+Each state is complete or does not exist. Nothing else in `out` is ever replaced, emptied or removed.
 """
 
 from __future__ import annotations
@@ -25,18 +16,25 @@ import json
 import logging
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 
 from ..checkpoints.fingerprint import digest_json
-from ..checkpoints.headers import write_tensors
-from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError
+from ..errors import (
+    CheckpointError,
+    ExistingFileError,
+    InputError,
+    OutputError,
+    SanaError,
+    TrainingError,
+    VersionError,
+)
 from ..runtime.atomic_files import (
     digest_file,
     patiently,
@@ -51,41 +49,38 @@ from ..runtime.atomic_files import (
 from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
 from ..runtime.text import Json, brief
 from .dataset import PICTURES, RUN, STEPS
-from .optimizers import fill
+from .optimizers import OptimizerValues, fill, optimizer_state, restore_optimizer
 from .schedule import Best, TrainProgress
-from .sharding import Layout, row_slices
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import CheckpointException
-    from torch.distributed.tensor import DTensor
+from .sharding import SHARDS, TENSORS, Layout, read_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
 
 LOG = "log.jsonl"
-TENSORS, SHARDS = "state.safetensors", "shards"
 # The digest of the model in the config.
 MODEL = "model"
 NAME = re.compile(r"step-(\d{7,})")
 # Seconds to wait on Windows until no other program has a file of a new state open.
 SCAN_PATIENCE = 120.0
-# Entries of an optimizer's group that are no state. The schedule sets the rate at each step.
-SETTINGS = ("params", "optimizer", "lr")
-# The only state that is a single number.
-STEP = "step"
-# Separates the name of a tensor from the number of the only shard that has it.
-SHARD_MARK = "@"
-# CAME's means of rows, which are divided like the rows, and of columns, which are the same on all ranks.
-ROWS, COLUMNS = "_row", "_col"
+# The types of JSON in errors.
+KINDS = {int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+
+
+class RunRecord(NamedTuple):
+    """The content of run.json."""
+
+    # The values that may not change when the run resumes. None: there is no run.
+    config: Json | None
+    # The digests of the files that the run has published.
+    published: list[str]
 
 
 class SavedState(NamedTuple):
-    """The contents of a state."""
+    """The content of a state.json, except its digest."""
 
     progress: TrainProgress
-    tensors: dict[str, torch.Tensor]
     # The optimizer's values that are no tensors.
-    values: Json
-    # The values that may not change when the run resumes.
+    values: OptimizerValues
+    # The config of the run.
     config: Json
     # A digest of the samples of each phase.
     data: list[str]
@@ -94,6 +89,40 @@ class SavedState(NamedTuple):
     validated: int | None
     # The number of shards that the weights are divided into.
     shards: int = 1
+    # The digests of the files in the folder, by their names.
+    files: dict[str, str] = {}  # noqa: RUF012
+
+    @property
+    def results(self) -> dict[str, str]:
+        """{name: digest} of the files for other programs: a LoRA, or a folder of weights."""
+        return {
+            name: digest for name, digest in self.files.items() if name != TENSORS and not name.startswith(f"{SHARDS}/")
+        }
+
+
+def convert(value: Any, kind: Any, field: str = "") -> Any:
+    """Return the JSON `value` as a `kind`: a record, a type of KINDS, or one of these or None.
+
+    Raises ValueError for a missing or unknown value and for a value of another type.
+    """
+    inner, prefix = get_args(kind), f"{field}." if field else ""
+    if kind is Any or (value is None and type(None) in inner):
+        return value
+    if type(None) in inner:
+        return convert(value, inner[0], field)
+    fields = get_type_hints(kind) if hasattr(kind, "_fields") or is_typeddict(kind) else {}
+    plain = dict if fields else get_origin(kind) or kind
+    if type(value) is not plain and (plain, type(value)) != (float, int):
+        raise ValueError(f"{field or 'content'}: got {brief(value)}, expected {KINDS[plain]}")
+    if isinstance(value, list):
+        return [convert(item, inner[0], f"{prefix}{number}") for number, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    for name in sorted(fields.keys() ^ value.keys()) if fields else ():
+        got, expected = ("nothing", "a value") if name in fields else (brief(value[name]), "nothing")
+        raise ValueError(f"{prefix}{brief(name)}: got {got}, expected {expected}")
+    items = {name: convert(value[name], fields.get(name) or inner[1], f"{prefix}{brief(name)}") for name in value}
+    return kind(**items) if fields else items
 
 
 def step_folder(out: Path, step: int) -> Path:
@@ -127,41 +156,28 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def stranger(path: Path) -> ExistingFileError:
+def stranger(path: Path, reason: str = "") -> ExistingFileError:
+    """Return the error for a file at `path` that the run has not written. `reason`: how that is known."""
+    note = f" ({reason})" if reason else ""
     return ExistingFileError(
-        f"out: {path} is not of this run, which would write there; move it away, or choose another folder"
+        f"out: {path} is not of this run, which would write there{note}; move it away, or choose another folder"
     )
 
 
-# The folder: its run.json, files of others, and the published results
+# Before a run: its folder must have no files of others
 
 
-def read_run(out: Path) -> tuple[Json | None, list[str]]:
-    """Return the config of the run in `out`, None if there is no run, and the digests of the files it has published."""
+def read_run(out: Path) -> RunRecord:
+    """Return the run.json of the run in `out`."""
     try:
-        document = json.loads(read_small(out / RUN))
-        return dict(document["config"]), [*map(str, document["published"])]
+        return convert(json.loads(read_small(out / RUN)), RunRecord)
     except FileNotFoundError:
         # If somebody has removed the file, the states still have its contents.
-        documents = [read_document(folder) for _, folder in find_states(out)]
-        published = [digest for document in documents for digest in results_in(document).values()]
-        return (documents[-1]["config"] if documents else None), published
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise stranger(out / RUN) from None
-
-
-def begin_run(out: Path, parts: Path, config: Json) -> None:
-    """Write the run.json of a run with `config`. Raises InputError if `out` has a run with another config."""
-    existing, published = read_run(out)
-    if existing is not None:
-        check_config(config, existing, out)
-    write_run(out, parts, config, published)
-
-
-def write_run(out: Path, parts: Path, config: Json, published: Iterable[str]) -> None:
-    document = {"config": dict(config), "published": sorted({*published})}
-    with writing(out / RUN):
-        write_whole(out / RUN, json.dumps(document, indent=1).encode(), parts, replace=True)
+        states = [read_document(folder) for _, folder in find_states(out)]
+        published = [digest for state in states for digest in state.results.values()]
+        return RunRecord(states[-1].config if states else None, published)
+    except (ValueError, RecursionError) as error:
+        raise stranger(out / RUN, brief(error)) from None
 
 
 def check_config(config: Json, existing: Json, out: Path) -> None:
@@ -190,7 +206,7 @@ def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> 
     foreign_files += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
     if foreign_files:
         raise stranger(min(foreign_files))
-    reached = progress_of(read_document(states[-1][1])).phase + 1 if states else 0
+    reached = read_document(states[-1][1]).progress.phase + 1 if states else 0
     if reached > phases:
         raise InputError(
             f"phase: got {phases}, but the run in {out} has come to phase {reached}; restore the phases before "
@@ -208,90 +224,296 @@ def check_places(out: Path) -> None:
         raise stranger(min(foreign_files))
 
 
-def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
-    """Copy the LoRA of the state in the folder `state` to `out` as `name`. Replaces only a file of this run."""
-    file = out / name
-    ((lora, digest),) = results_in(read_document(state)).items()
-    config, published = read_run(out)
-    existing = digest_file(file) if file.exists() else None
-    if existing == digest:
-        return file
-    if existing is not None and existing not in published:
-        raise stranger(file)
-    check_file(state, lora, digest)
-    # The digest is noted before the file exists, in case the process is killed between the two.
-    write_run(out, parts, config or {}, [*published, digest])
+def adopt_states(out: Path) -> None:
+    """Move complete states that an earlier run of `out` could not move to their place. The caller holds `out`."""
+    for part in sorted(part for run in (out / OWN).glob("*") if not run.is_symlink() for part in kept_states(run)):
+        try:
+            state = read_document(part, in_place=False)
+            for name, digest in state.files.items():
+                check_file(part, name, digest)
+        except CheckpointError:
+            # A power cut came before all of it was on the disk.
+            remove(part)
+        else:
+            folder = step_folder(out, state.progress.step)
+            if not folder.exists():
+                # A process that was killed after its first state was complete has not created the folder of states.
+                folder.parent.mkdir(exist_ok=True)
+                move_state(part, folder)
+                logger.info("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
+            elif (folder / STATE).is_file():
+                remove(part)
+        remove_run(part.parent)
+
+
+def begin_run(out: Path, parts: Path, config: Json) -> None:
+    """Write the run.json of a run with `config`. Raises InputError if `out` has a run with another config."""
+    existing, published = read_run(out)
+    if existing is not None:
+        check_config(config, existing, out)
+    write_run(out, parts, RunRecord(config, published))
+
+
+def write_run(out: Path, parts: Path, run: RunRecord) -> None:
+    document = {"config": run.config or {}, "published": sorted({*run.published})}
+    with writing(out / RUN):
+        write_whole(out / RUN, json.dumps(document, indent=1).encode(), parts, replace=True)
+
+
+# Read a state
+
+
+def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, dict[str, torch.Tensor]]:
+    """Return the state in `folder` and its tensors, with the rows that this rank has in `layout`.
+
+    Each rank checks some of the files. Raises CheckpointError for a broken state, VersionError for a state of another
+    format, and InputError for 8-bit values of another number of shards.
+    """
+    from safetensors import SafetensorError
+
+    layout = layout or Layout()
+    state = read_document(folder)
+    files = sorted(state.files.keys() - state.results.keys())
+    for name in files[layout.ranks.rank :: layout.ranks.size]:
+        check_file(folder, name, state.files[name])
     try:
-        with writing(file), unfinished(file, parts, replace=True) as part:
-            shutil.copyfile(state / lora, part)
-    except OutputError as error:
-        if not isinstance(error.__cause__, PermissionError):
-            raise
-        raise OutputError(
-            f"out: {file} cannot be replaced ({reason_of(error.__cause__)}); close the program that has it open, then "
-            f"start again, which only replaces it; the new LoRA is {state / lora}"
+        return state, read_tensors(layout, folder, state.shards)
+    except SanaError:
+        raise
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+        raise broken(folder, error) from error
+
+
+def read_document(folder: Path, in_place: bool = True) -> SavedState:
+    """Return the content of the state.json in `folder`. Without `in_place`, the state has not been moved to its place.
+
+    Raises CheckpointError for a broken state, and VersionError for a state of another format.
+    """
+    try:
+        document = json.loads(read_small(folder / STATE))
+        damaged = document.pop("digest") != digest_json(document)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise broken(folder, error) from error
+    if not damaged:
+        try:
+            state = convert(document, SavedState)
+        except ValueError as error:
+            raise VersionError(
+                f"{folder.name}/{STATE}: {error}; resume with the version of this package that wrote it, or choose "
+                "another folder"
+            ) from None
+        damaged = in_place and step_folder(folder.parent.parent, state.progress.step) != folder
+    if damaged:
+        raise broken(folder, f"{STATE} is damaged, its digest is another")
+    return state
+
+
+def check_file(folder: Path, name: str, digest: str) -> None:
+    """Raise CheckpointError for a file of a state that is missing or has changed."""
+    try:
+        damaged = digest_file(folder / name) != digest
+    except OSError as error:
+        raise broken(folder, error) from error
+    if damaged:
+        raise broken(folder, f"{name} is damaged, its digest is another")
+
+
+def broken(folder: Path, error: Exception | str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.name}: broken state of a run ({brief(error)}); remove that folder to resume from the one before"
+    )
+
+
+def restore(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor] | None,
+    tensors: Mapping[str, torch.Tensor],
+    values: OptimizerValues,
+    name: str,
+) -> None:
+    """Restore parameters, optimizer and average from the contents of the state `name`.
+
+    Raises CheckpointError if the state is of another model or optimizer.
+    """
+
+    def group(prefix: str) -> dict[str, torch.Tensor]:
+        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+    def fill_all(targets: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+        for key in sorted(targets.keys() | stored.keys()):
+            if key not in stored or key not in targets or stored[key].shape != targets[key].shape:
+                raise CheckpointError(
+                    f"{name}: {key} is missing or of another shape; remove that folder, or name another"
+                )
+        fill(targets, stored)
+
+    fill_all(parameters, group("parameter."))
+    if average is not None:
+        fill_all(average, group("average."))
+    try:
+        restore_optimizer(optimizer, group("optimizer."), values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name}: values of the optimizer do not fit it ({brief(error)}); remove that folder, or name another"
         ) from error
-    return file
 
 
-def results_in(document: Json) -> dict[str, str]:
-    """Return {name: digest} of the files of a state for other programs: a LoRA, or a folder of weights."""
-    files = document["files"].items()
-    return {name: digest for name, digest in files if name != TENSORS and not name.startswith(f"{SHARDS}/")}
+# The log
 
 
-def note_result(out: Path, parts: Path, state: Path) -> None:
-    """Note the digests of the weights in the folder `state` as published, so that copies of them are recognised."""
-    config, published = read_run(out)
-    if missing := set(results_in(read_document(state)).values()) - set(published):
-        write_run(out, parts, config or {}, [*published, *missing])
+class Line(TypedDict, total=False):
+    """A line of the log. A line of a validation has only `step` and `validation_loss`."""
+
+    step: int
+    phase: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    # Number of images in the step.
+    images: int
+    seconds: float
+    validation_loss: float
+    # Only in reported lines: the number of steps of the whole run.
+    steps: int
+    # Only in the last reported line: the first validation loss of the phase.
+    first: float
+
+
+class RunLog:
+    """The log of the run in `out`. A log that cannot be written does not end the run: its lines wait in memory."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.waiting: list[Line] = []
+        self.has_warned = False
+
+    def add(self, line: Line) -> None:
+        """Add `line`, after the lines that wait."""
+        self.waiting.append(line)
+        try:
+            append_log(self.out, *self.waiting)
+        except OSError as error:
+            if not self.has_warned:
+                logger.warning("%s cannot be written now (%s); its lines will be added later", LOG, reason_of(error))
+            self.has_warned = True
+        else:
+            self.waiting = []
+
+    def close(self) -> None:
+        """Add the lines that wait. Logs a warning if it is still impossible."""
+        if not self.waiting:
+            return
+        try:
+            patiently(lambda: append_log(self.out, *self.waiting))
+        except OSError as error:
+            steps = self.waiting[0]["step"], self.waiting[-1]["step"]
+            logger.warning(
+                "%s cannot be written (%s), so it lacks steps %d to %d; the states have them",
+                LOG,
+                reason_of(error),
+                *steps,
+            )
+
+
+def append_log(out: Path, *lines: Line) -> None:
+    """Add `lines` to the run's log, all of them or none. Raises OSError."""
+    with (out / LOG).open("ab+", buffering=0) as stream:
+        end = stream.seek(0, 2)
+        stream.seek(max(0, end - 1))
+        # A power cut may have left half a line.
+        data = b"\n"[: stream.read(1) not in (b"", b"\n")]
+        data += b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            while data:
+                data = data[stream.write(data) :]
+        except OSError:
+            stream.truncate(end)
+            raise
+
+
+def read_log(out: Path) -> list[Line]:
+    """Return the lines of the run's log in the order of their steps, without broken lines.
+
+    A killed run resumes from its last state and repeats the steps after that. The later lines of a step count.
+    """
+    file, lines = out / LOG, list[Line]()
+    for text in patiently(file.read_bytes).split(b"\n") if file.exists() else ():
+        try:
+            line = json.loads(text)
+            losses = [line[name] for name in ("loss", "validation_loss") if name in line]
+            is_line = type(line["step"]) is int and [type(loss_value) for loss_value in losses] == [float]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if is_line:
+            while lines and order(lines[-1]) >= order(line):
+                lines.pop()
+            lines.append(line)
+    return lines
+
+
+def order(line: Line) -> tuple[int, bool]:
+    """Return the sort key of a line: the step, with the validation after the loss."""
+    return line["step"], "loss" not in line
+
+
+def read_losses(out: Path) -> list[float]:
+    """Return the loss of each step up to the newest state in `out`, from which the run resumes."""
+    newest = max((step for step, _ in find_states(out)), default=0)
+    return [line["loss"] for line in read_log(out) if "loss" in line and line["step"] <= newest]
+
+
+class Eta:
+    """Measures the time since training began or resumed, and estimates the remaining time."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.first: int | None = None
+
+    def restart(self) -> None:
+        """Start again, because the time of the preparation does not count."""
+        self.began = time.monotonic()
+
+    def describe(self, line: Line) -> str:
+        """Return a step's reported line as text: step, loss, rate, speed and remaining time."""
+        self.first = line["step"] - 1 if self.first is None else self.first
+        seconds_left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
+        speed = line["images"] / max(line["seconds"], 1e-9)
+        text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"
+        return f"{text}, {speed:.2f} images a second, {clock(seconds_left)} left"
+
+
+def describe_validation(line: Line) -> str:
+    """Return a validation's line as text. A line with "first" is of the best validation, and is compared with it."""
+    line_text = f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
+    if "first" not in line:
+        return line_text
+    if line["validation_loss"] < line["first"]:
+        return f"the best is of {line_text}, from {line['first']:.4f}"
+    return f"the best is of {line_text}, which was {line['first']:.4f} at first: lower the learning rate"
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 # Write a state
 
 
-def write_state(
-    out: Path, parts: Path, saved: SavedState, export: Callable[[Path], None], layout: Layout | None = None
-) -> Callable[[], None]:
-    """Write `saved` and the files of `export` into a folder in `parts`. Returns a function that completes the state.
-
-    All ranks of `layout` call this, and `export` is called on each. Only the first rank calls the returned function,
-    once, in any thread. It takes digests, waits for the disk and moves the folder to its place, which takes longer than
-    to write the files. The weights may change meanwhile.
-    """
-    layout = layout or Layout()
-    ranks, step = layout.ranks, saved.progress.step
-    folder, part = step_folder(out, step), parts / f".state-{step}.part"
-    document: Json = {"progress": saved.progress._asdict()}
-    document |= {name: getattr(saved, name) for name in ("config", "shards", "values", "data", "best", "validated")}
-    digests: dict[str, str] = {}
-
-    def begin() -> None:
-        remove(part)
-        part.mkdir()
-
-    @contextmanager
-    def in_part() -> Iterator[None]:
-        try:
-            with writing(folder):
-                yield
-        except BaseException:
-            if ranks.first and not (part / STATE).is_file():
-                shutil.rmtree(part, ignore_errors=True)
-            raise
-
-    def complete() -> None:
-        with in_part():
-            put_state(part, folder, document, digests)
-
-    with in_part():
-        ranks.run_on_rank0(begin)
-        export(part)
-        own_digests = save_tensors(layout, saved.tensors, part)
-        digests.update(
-            {name: digest for rank_digests in ranks.all_gather(own_digests) for name, digest in rank_digests.items()}
-        )
-    return complete
+def tensors_of(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor] | None,
+) -> tuple[dict[str, torch.Tensor], OptimizerValues]:
+    """Return the contents of a state: tensors by name, and values for JSON."""
+    optimizer_tensors, values = optimizer_state(optimizer)
+    tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
+    tensors.update({f"optimizer.{name}": tensor for name, tensor in optimizer_tensors.items()})
+    tensors.update({f"average.{name}": tensor for name, tensor in (average or {}).items()})
+    return tensors, values
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
@@ -303,35 +525,80 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
             )
 
 
-def put_state(part: Path, folder: Path, document: Json, digests: Mapping[str, str]) -> None:
-    """Add the `document` to the files in `part`, and move them to `folder`. Some of the `digests` are known."""
-    names = {path: path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()}
-    files = {**digests, **{name: digest_file(path) for path, name in names.items() if name not in digests}}
-    # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later. Its
-    # unfinished file is beside the part. Inside, a killed process could leave it in the state for ever.
-    write_document(part, part.parent, {**document, "files": files})
-    sync(part)
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        raise stranger(folder)
-    # A virus scanner reads the new files, which takes long if the model is large.
-    move_state(part, folder, SCAN_PATIENCE)
+def write_state(
+    out: Path,
+    parts: Path,
+    state: SavedState,
+    tensors: Mapping[str, torch.Tensor],
+    export: Callable[[Path], None],
+    layout: Layout | None = None,
+) -> Callable[[], None]:
+    """Write the `tensors` of `state` and the files of `export` into a folder in `parts`.
+
+    Returns a function that completes the state: it takes digests, waits for the disk and moves the folder to its place,
+    which takes longer than to write the files. The weights may change meanwhile. All ranks of `layout` call this, and
+    `export` is called on each. Only the first rank calls the returned function, once, in any thread.
+    """
+    layout = layout or Layout()
+    ranks, step = layout.ranks, state.progress.step
+    folder, part = step_folder(out, step), parts / f".state-{step}.part"
+    digests: dict[str, str] = {}
+
+    @contextmanager
+    def in_part() -> Iterator[None]:
+        try:
+            with writing(folder):
+                yield
+        except BaseException:
+            if ranks.first and not (part / STATE).is_file():
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def begin() -> None:
+        remove(part)
+        part.mkdir()
+
+    def complete() -> None:
+        with in_part():
+            for file in part.rglob("*"):
+                name = file.relative_to(part).as_posix()
+                if file.is_file() and name not in digests:
+                    digests[name] = digest_file(file)
+            # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later.
+            write_document(part, parts, state._replace(shards=layout.shard_count, files=digests))
+            sync(part)
+            folder.parent.mkdir(exist_ok=True)
+            if folder.exists():
+                raise stranger(folder)
+            # A virus scanner reads the new files, which takes long if the model is large.
+            move_state(part, folder, SCAN_PATIENCE)
+
+    with in_part():
+        ranks.run_on_rank0(begin)
+        export(part)
+        for rank_digests in ranks.all_gather(save_tensors(layout, tensors, part)):
+            digests |= rank_digests
+    return complete
 
 
-def write_document(folder: Path, parts: Path, document: Json) -> None:
-    """Write the state.json of the state in `folder` through the folder `parts`."""
+def write_document(folder: Path, parts: Path, state: SavedState) -> None:
+    """Write the state.json of the state in `folder` through the folder `parts`.
+
+    A killed process leaves its unfinished file in `parts`. In `folder` it would belong to the state for ever.
+    """
+    records = {"progress": state.progress._asdict(), "best": state.best and state.best._asdict()}
     # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
-    content = json.loads(json.dumps(document))
-    text = json.dumps({**content, "digest": digest_json(content)}, indent=1, sort_keys=True)
+    document = json.loads(json.dumps(state._asdict() | records))
+    text = json.dumps({**document, "digest": digest_json(document)}, indent=1, sort_keys=True)
     write_whole(folder / STATE, text.encode(), parts, replace=True)
 
 
 def note_validation(folder: Path, parts: Path, best: Best | None, validated: int | None) -> None:
     """Add the validation to the state in `folder`. A run that was cancelled or failed has saved the state before it."""
-    document = read_document(folder)
-    if document["validated"] != validated:
+    state = read_document(folder)
+    if state.validated != validated:
         with writing(folder):
-            write_document(folder, parts, {**document, "best": best, "validated": validated})
+            write_document(folder, parts, state._replace(best=best, validated=validated))
 
 
 def move_state(part: Path, folder: Path, patience: float | None = None) -> None:
@@ -344,28 +611,6 @@ def move_state(part: Path, folder: Path, patience: float | None = None) -> None:
             f"out: {folder.name} is complete but cannot be moved from {part} to {folder} ({reason_of(error)}); close "
             "the program that has its files open, then start again, which moves it and resumes from it"
         ) from error
-
-
-def adopt_states(out: Path) -> None:
-    """Move complete states that an earlier run of `out` could not move to their place. The caller holds `out`."""
-    for part in sorted(part for run in (out / OWN).glob("*") if not run.is_symlink() for part in kept_states(run)):
-        try:
-            document = load_document(part)
-            for name, digest in document["files"].items():
-                check_file(part, name, digest)
-        except CheckpointError:
-            # A power cut came before all of it was on the disk.
-            remove(part)
-        else:
-            folder = step_folder(out, progress_of(document).step)
-            if not folder.exists():
-                # A process that was killed after its first state was complete has not created the folder of states.
-                folder.parent.mkdir(exist_ok=True)
-                move_state(part, folder)
-                logger.info("%s was saved by an earlier run that could not move it to %s", folder.name, STEPS)
-            elif (folder / STATE).is_file():
-                remove(part)
-        remove_run(part.parent)
 
 
 def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
@@ -388,385 +633,44 @@ def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
 def has_only_its_files(folder: Path) -> bool:
     """Whether the folder of a state has only the files that were written into it."""
     try:
-        written = {STATE, *read_document(folder)["files"]}
-    except CheckpointError:
+        written = {STATE, *read_document(folder).files}
+    except (CheckpointError, VersionError):
         return False
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} <= written
 
 
-# Read a state
+# The result
 
 
-def read_state(folder: Path, layout: Layout | None = None) -> SavedState:
-    """Return the state in `folder`, with the rows that this rank has in `layout`. Each rank checks some of the files.
-
-    Raises CheckpointError for a broken state, and InputError for 8-bit values of another number of shards.
-    """
-    from safetensors import SafetensorError
-
-    layout = layout or Layout()
-    document = read_document(folder)
-    files = sorted(name for name in document["files"] if name == TENSORS or name.startswith(f"{SHARDS}/"))
-    for name in files[layout.ranks.rank :: layout.ranks.size]:
-        check_file(folder, name, document["files"][name])
+def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
+    """Copy the LoRA of the state in the folder `state` to `out` as `name`. Replaces only a file of this run."""
+    file = out / name
+    ((lora, digest),) = read_document(state).results.items()
+    if file.exists():
+        existing = digest_file(file)
+        if existing == digest:
+            return file
+        if existing not in read_run(out).published:
+            raise stranger(file)
+    check_file(state, lora, digest)
+    # The digest is noted before the file exists, in case the process is killed between the two.
+    note_published(out, parts, state)
     try:
-        tensors = read_tensors(layout, folder, document["shards"])
-    except SanaError:
-        raise
-    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
-        raise broken(folder, error) from error
-    values, config, data, best = (document[name] for name in ("values", "config", "data", "best"))
-    return SavedState(progress_of(document), tensors, values, config, data, best and Best(*best), document["validated"])
-
-
-def broken(folder: Path, error: Exception | str) -> CheckpointError:
-    reason = brief(error.strerror if isinstance(error, OSError) and error.strerror else error)
-    return CheckpointError(
-        f"{folder.name}: broken state of a run ({reason}); remove that folder to resume from the one before"
-    )
-
-
-def check_file(folder: Path, name: str, digest: str) -> None:
-    """Raise CheckpointError for a file of a state that is missing or has changed."""
-    try:
-        file_digest = digest_file(folder / name)
-    except OSError as error:
-        raise broken(folder, error) from error
-    if file_digest != digest:
-        raise broken(folder, f"{name} is damaged, its digest is another")
-
-
-def read_document(folder: Path) -> Json:
-    """Return the content of the state.json of the state in `folder`. Raises CheckpointError if it is broken."""
-    document = load_document(folder)
-    if step_folder(folder.parent.parent, progress_of(document).step) != folder:
-        raise broken(folder, f"{STATE} is damaged, its digest is another")
-    return document
-
-
-def load_document(folder: Path) -> Json:
-    """Return the content of the state.json in `folder`, which may be a state that has not been moved to its place."""
-    try:
-        document = json.loads(read_small(folder / STATE))
-        digest = document.pop("digest")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise broken(folder, error) from error
-    if digest != digest_json(document):
-        raise broken(folder, f"{STATE} is damaged, its digest is another")
-    return document
-
-
-def progress_of(document: Json) -> TrainProgress:
-    return TrainProgress(**document["progress"])
-
-
-# The tensors of a state
-
-
-def tensors_of(
-    parameters: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    average: Mapping[str, torch.Tensor] | None,
-) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return the contents of a state: tensors by name, and values for JSON."""
-    optimizer_tensors, values = optimizer_state(optimizer)
-    tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
-    tensors.update({f"optimizer.{name}": tensor for name, tensor in optimizer_tensors.items()})
-    tensors.update({f"average.{name}": tensor for name, tensor in (average or {}).items()})
-    return tensors, values
-
-
-def restore(
-    parameters: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    average: Mapping[str, torch.Tensor] | None,
-    tensors: Mapping[str, torch.Tensor],
-    values: Json,
-    name: str,
-) -> None:
-    """Restore parameters, optimizer and average from the contents of the state `name`.
-
-    Raises CheckpointError if the state is of another model.
-    """
-
-    def group(prefix: str) -> dict[str, torch.Tensor]:
-        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-
-    stored = group("parameter.")
-    for key in sorted(parameters.keys() | stored.keys()):
-        if key not in stored or key not in parameters or stored[key].shape != parameters[key].shape:
-            raise CheckpointError(f"{name}: {key} is missing or of another shape; remove that folder, or name another")
-    fill(parameters, stored)
-    restore_optimizer(optimizer, group("optimizer."), values)
-    if average is not None:
-        fill(average, group("average."))
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return the state of an optimizer of `make_optimizer` except its rate: tensors by name, and values for JSON.
-
-    Contiguous tensors are not copied. Write or copy them before the next step.
-    """
-    (group,) = optimizer.param_groups
-    tensors: dict[str, torch.Tensor] = {}
-    parameters: list[Json] = []
-    for index, parameter in enumerate(group["params"]):
-        entry: Json = {"values": {}, "subclasses": {}}
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, torch.Tensor):
-                entry["values"][name] = value
-            elif hasattr(value, "__tensor_flatten__"):
-                parts, attributes = value.__tensor_flatten__()
-                entry["subclasses"][name] = [encode(attribute) for attribute in attributes]
-                for part in parts:
-                    tensors[f"{index}.{name}.{part}"] = getattr(value, part).contiguous()
-            else:
-                tensors[f"{index}.{name}"] = value.contiguous()
-        parameters.append(entry)
-    values = {}
-    for name, value in group.items():
-        if isinstance(value, torch.Tensor) and name not in SETTINGS:
-            tensors[f"group.{name}"] = value.contiguous()
-        elif name not in SETTINGS and value != optimizer.defaults.get(name):
-            values[name] = value
-    return tensors, {"group": values, "parameters": parameters}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], values: Json) -> None:
-    """Restore the state of `optimizer`, which has taken no step, on the devices of its parameters.
-
-    `optimizer` keeps its learning rate, betas and weight decay, because a new phase of a run may have others. `restore`
-    and the run's config have checked that parameters and name of the optimizer are the same.
-    """
-    (group,) = optimizer.param_groups
-    for index, (parameter, entry) in enumerate(zip(group["params"], values["parameters"], strict=True)):
-        state = dict(entry["values"])
-        for key, tensor in tensors.items():
-            number, _, name = key.partition(".")
-            if number == str(index) and "." not in name:
-                state[name] = placed(name, tensor, parameter, group)
-        for name, attributes in entry["subclasses"].items():
-            state[name] = eight_bit(f"{index}.{name}.", tensors, attributes, parameter.device)
-        if state:
-            optimizer.state[parameter] = state
-    group.update(values["group"])
-    for key, tensor in tensors.items():
-        if key.startswith("group."):
-            group[key.removeprefix("group.")] = tensor.to(group["params"][0].device, copy=True)
-
-
-def placed(name: str, tensor: torch.Tensor, parameter: torch.Tensor, group: Json) -> torch.Tensor:
-    """Return a copy of `tensor`, the state `name` of `parameter`, on the device where the optimizer expects it."""
-    if name == STEP:
-        # torch and torchao count steps on the CPU. Only the fused kernels count on the device. Shards store the count
-        # as a tensor with one element.
-        return tensor.reshape(()).to(parameter.device if group.get("fused") else "cpu", copy=True)
-    if tensor.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-    return tensor.to(parameter.device, copy=True)
-
-
-def eight_bit(
-    prefix: str, tensors: Mapping[str, torch.Tensor], attributes: list[object], device: torch.device
-) -> torch.Tensor:
-    """Return torchao's 8-bit state from its inner tensors, whose names begin with `prefix`."""
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    parts = {
-        name.removeprefix(prefix): tensor.to(device, copy=True)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-    return OptimState8bit.__tensor_unflatten__(parts, [decode(attribute) for attribute in attributes])
-
-
-def encode(attribute: object) -> object:
-    """Return an attribute of a tensor for JSON. A dtype is its name in torch."""
-    return str(attribute) if isinstance(attribute, torch.dtype) else attribute
-
-
-def decode(attribute: object) -> object:
-    return getattr(torch, attribute.removeprefix("torch.")) if isinstance(attribute, str) else attribute
-
-
-def owner_of(layout: Layout, name: str) -> tuple[DTensor | None, str]:
-    """Return the sharded weight that the state's tensor `name` belongs to, and the name without the parameter's.
-
-    None: the tensor belongs to no sharded weight.
-    """
-    trained = {} if layout.shards is None else layout.shards.trained
-    kind, _, parameter = name.partition(".")
-    if kind != "optimizer":
-        return trained.get(parameter), ""
-    number, _, key = parameter.partition(".")
-    return {str(index): weight for index, weight in enumerate(trained.values())}.get(number), key
-
-
-def is_of_one_shard(key: str) -> bool:
-    """Whether an optimizer's tensor describes the elements of one shard in their order, and not rows."""
-    return key.endswith(("_scales", "_codes")) or "." in key
-
-
-def is_shared(key: str) -> bool:
-    """Whether an optimizer's tensor is the same on all ranks.
-
-    The shape does not tell, because the step count has the shape of a shard with one element.
-    """
-    return key == STEP or key.endswith(COLUMNS)
-
-
-def save_tensors(layout: Layout, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
-    """Write the `tensors` of a state into the folder `part`. Returns the digests of the files that have been taken.
-
-    Several ranks write together. Only if every rank has all tensors and torch is older than 2.9, rank 0 writes alone.
-    """
-    if layout.ranks.size == 1:
-        write_tensors(part / TENSORS, tensors)
-        return {}
-    import torch.distributed.checkpoint as checkpoint
-
-    if layout.shards is None and not hasattr(checkpoint, "HuggingFaceStorageWriter"):
-        layout.ranks.run_on_rank0(lambda: write_tensors(part / TENSORS, tensors))
-        return {}
-    return save_shards(layout, tensors, part)
-
-
-def save_shards(layout: Layout, tensors: Mapping[str, torch.Tensor], part: Path) -> dict[str, str]:
-    """Write this rank's part of the `tensors` of a state into the folder `part`. All ranks call this.
-
-    Returns the digests of the files of this rank by name. If one rank fails, all ranks raise an error.
-    """
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
-
-    def show() -> dict[str, torch.Tensor]:
-        # Those files cannot have tensors without a dimension.
-        plain = {name: tensor.detach().reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}
-        return dict(as_part(layout, name, tensor.contiguous()) for name, tensor in plain.items())
-
-    def finish() -> dict[str, str]:
-        files = sorted((part / SHARDS).glob(f"shard-{layout.ranks.rank + 1:05d}-*"))
-        for file in files:
-            # Each rank waits for its own disk.
-            sync(file)
-        return {f"{SHARDS}/{file.name}": digest_file(file) for file in files}
-
-    shown = layout.ranks.run_on_all(show)
-    failure: BaseException | None = None
-    writer = HuggingFaceStorageWriter(str(part / SHARDS), save_distributed=True)
-    try:
-        with quiet():
-            save(shown, storage_writer=writer)
-    except CheckpointException as error:
-        # All ranks raise it together.
-        cause = reason(error)
-        if isinstance(cause, KeyboardInterrupt):
-            failure = cause
-        elif isinstance(cause, OSError):
-            failure = OutputError(f"out: cannot write the state ({brief(cause)}); see its rights and its disk")
-        else:
-            text = brief(str(cause) or type(cause).__name__)
-            failure = TrainingError(f"training: cannot write the state ({text}); the same command resumes")
-    layout.ranks.agree(failure)
-    return layout.ranks.run_on_all(finish)
-
-
-def as_part(layout: Layout, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Return the tensor's name in the files, and the tensor that this rank writes: the whole one or its rows."""
-    owner, key = owner_of(layout, name)
-    if owner is None:
-        return name, tensor
-    if is_of_one_shard(key):
-        return f"{name}{SHARD_MARK}{layout.part}", tensor
-    if is_shared(key):
-        return name, tensor
-    return name, in_rows(layout, tensor, owner, whole_shape(owner, key))
-
-
-def whole_shape(owner: DTensor, key: str) -> torch.Size:
-    """Return the whole shape of a tensor that is divided like `owner`."""
-    return owner.shape[:1] if key.endswith(ROWS) else owner.shape
-
-
-def in_rows(layout: Layout, tensor: torch.Tensor, owner: DTensor, shape: torch.Size) -> DTensor:
-    """Return `tensor` as this rank's rows of a tensor of `shape`, which is divided like `owner`. It is not moved."""
-    from torch.distributed.tensor import DTensor
-
-    assert layout.shards is not None
-    # A mesh of GPUs would move a tensor of the CPU to the GPU.
-    mesh = layout.shards.cpu_mesh if tensor.device.type == "cpu" else owner.device_mesh
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, mesh, owner.placements, run_check=False, shape=shape, stride=stride)
-
-
-def read_tensors(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of the state in `folder` that this rank has in `layout`. They were saved in `count` shards."""
-    if (folder / SHARDS).is_dir():
-        return read_shards(layout, folder / SHARDS, count)
-    from safetensors import safe_open
-
-    tensors = {}
-    with safe_open(folder / TENSORS, "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            view = file.get_slice(name)
-            rows = own_rows(layout, name, view.get_shape())
-            tensors[name] = file.get_tensor(name) if rows is None else view[rows]
-    return tensors
-
-
-def own_rows(layout: Layout, name: str, shape: Sequence[int]) -> slice | None:
-    """Return the rows that this rank has of a tensor of the whole `shape`. None: it has the whole tensor."""
-    owner, key = owner_of(layout, name)
-    if owner is None or layout.parts == 1:
-        return None
-    if is_of_one_shard(key):
-        raise other_shards(1, layout.parts)
-    if is_shared(key):
-        return None
-    return row_slices(shape[0], layout.parts)[layout.part]
-
-
-def read_shards(layout: Layout, folder: Path, count: int) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
-
-    tensors: dict[str, torch.Tensor] = {}
-    for name, about in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-        plain, _, number = name.partition(SHARD_MARK)
-        if number and count != layout.parts:
-            raise other_shards(count, layout.parts)
-        if number and int(number) != layout.part:
-            continue
-        tensors[name] = torch.empty(about.size, dtype=about.properties.dtype)  # type: ignore[union-attr]
-        owner, _ = owner_of(layout, plain)
-        rows = None if number else own_rows(layout, plain, tensors[name].shape)
-        if owner is not None and rows is not None:
-            # A copy, so that the whole tensor is freed.
-            tensors[name] = in_rows(layout, tensors[name][rows].clone(), owner, tensors[name].shape)
-    try:
-        with quiet():
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except CheckpointException as error:
-        raise broken(folder.parent, str(reason(error))) from None
-    return {
-        name.partition(SHARD_MARK)[0]: tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def other_shards(got: int, expected: int) -> InputError:
-    return InputError(
-        f"optimizer: got 8-bit values in {got} shards for {expected}, expected as many; continue with {got} processes, "
-        "or in another folder"
-    )
-
-
-def reason(error: CheckpointException) -> BaseException:
-    """Return the error of the first rank that failed."""
-    return next(iter(error.failures.values()))[0]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide warnings of torch.distributed.checkpoint about things that are done here on purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        with writing(file), unfinished(file, parts, replace=True) as part:
+            shutil.copyfile(state / lora, part)
+    except OutputError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        raise OutputError(
+            f"out: {file} cannot be replaced ({reason_of(error.__cause__)}); close the program that has it open, then "
+            f"start again, which only replaces it; the new LoRA is {state / lora}"
+        ) from error
+    return file
+
+
+def note_published(out: Path, parts: Path, state: Path) -> None:
+    """Note the digests of the results in the folder `state` as published, so that copies of them are recognised."""
+    run = read_run(out)
+    digests = set(read_document(state).results.values())
+    if not digests <= set(run.published):
+        write_run(out, parts, run._replace(published=[*run.published, *digests]))

@@ -86,7 +86,6 @@ from .optimizers import (
 )
 from .previews import Inputs, check_own, encode_validation, generate_validation, write_sheet
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
-from .run_log import Line, RunLog
 from .schedule import (
     Best,
     Group,
@@ -108,6 +107,8 @@ from .schedule import (
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import (
+    Line,
+    RunLog,
     SavedState,
     adopt_states,
     begin_run,
@@ -116,7 +117,7 @@ from .states import (
     check_folder,
     check_places,
     find_states,
-    note_result,
+    note_published,
     note_validation,
     publish,
     read_run,
@@ -609,9 +610,9 @@ class Trainer:
 
     def resume_at(self, newest: Path) -> None:
         """Restore the state in the folder `newest`. An epoch whose images or batches have changed begins again."""
-        saved = self.ranks.run_on_all(lambda: read_state(newest, self.layout))
+        saved, tensors = self.ranks.run_on_all(lambda: read_state(newest, self.layout))
         check_config(self.config, saved.config, self.out)
-        restore(self.parameters, self.optimizer, self.average, saved.tensors, saved.values, newest.name)
+        restore(self.parameters, self.optimizer, self.average, tensors, saved.values, newest.name)
         self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
         if same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
             return
@@ -837,10 +838,8 @@ class Trainer:
             tensors, values = tensors_of(self.parameters, self.optimizer, self.average)
             self.ranks.run_on_all(partial(check_finite, tensors, step))
             digests = [phase.digest for phase in self.data]
-            saved = SavedState(
-                self.progress, tensors, values, self.config, digests, self.best, self.validated, self.layout.parts
-            )
-            complete = write_state(self.out, self.parts, saved, self.gather_and_export, self.layout)
+            state = SavedState(self.progress, values, self.config, digests, self.best, self.validated)
+            complete = write_state(self.out, self.parts, state, tensors, self.gather_and_export, self.layout)
             self.saved = step
         best, validated = self.best, self.validated
 
@@ -1107,7 +1106,7 @@ class Trainer:
         last = step_folder(self.out, self.progress.step)
         chosen = last if best is None else step_folder(self.out, best.step)
         if self.settings.method.whole:
-            note_result(self.out, self.parts, chosen)
+            note_published(self.out, self.parts, chosen)
             return chosen / self.weights_folder
         if best is not None:
             publish(self.out, self.parts, self.last_file, last)

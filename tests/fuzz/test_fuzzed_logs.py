@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import VALUES, changed_bytes
 
-from sana_core.training.run_log import append_log, order, read_log
+from sana_core.training.states import append_log, order, read_log
 
 LINES = [
     {"step": 0, "validation_loss": 0.5},

@@ -13,8 +13,8 @@ from sana_core.training.states import SavedState, begin_run, check_folder, read_
 
 CONFIG = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
-VALUES = {"optimizer": "adamw", "group": {}, "parameters": [{"shape": [2, 3], "values": {}}], "tensors": {}}
-STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), TENSORS, VALUES, CONFIG, ["abc"], Best(0.5, 2, 0, 0.9), 2)
+VALUES = {"group": {}, "parameters": [{"values": {}, "subclasses": {}}]}
+STATE = SavedState(TrainProgress(2, 0, 2, 0, 2), VALUES, CONFIG, ["abc"], Best(0.5, 2, 0, 0.9), 2)
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,14 @@ def state(tmp_path_factory):
     parts = out / "parts"
     parts.mkdir(parents=True)
     begin_run(out, parts, CONFIG)
-    write_state(out, parts, STATE, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
+    write_state(out, parts, STATE, TENSORS, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
     return step_folder(out, STATE.progress.step)
 
 
 def look(state):
-    result = read_state(state)
-    same = {name: torch.equal(result.tensors[name], tensor) for name, tensor in TENSORS.items()}
-    assert all(same.values()) and result._replace(tensors={}) == STATE._replace(tensors={})
+    result, tensors = read_state(state)
+    same = {name: torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items()}
+    assert all(same.values()) and result._replace(files={}) == STATE
 
 
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors"])

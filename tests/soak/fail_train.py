@@ -41,8 +41,8 @@ from kill_train import (  # noqa: E402
 from benchmarks.machine import description  # noqa: E402
 from sana_core.runtime import atomic_files as whole_files  # noqa: E402
 from sana_core.training import trainer  # noqa: E402
-from sana_core.training.run_log import read_losses  # noqa: E402
 from sana_core.training.settings import TrainingSettings  # noqa: E402
+from sana_core.training.states import read_losses  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "failed_training_calls.json"
 NAMES = ("read-only", "full", "fails once")

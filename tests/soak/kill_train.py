@@ -32,9 +32,9 @@ from pictures import write_pictures  # noqa: E402
 from small import make_checkpoint  # noqa: E402
 
 from sana_core.errors import SanaError  # noqa: E402
-from sana_core.training import states, trainer  # noqa: E402
-from sana_core.training.run_log import read_losses  # noqa: E402
+from sana_core.training import sharding, states, trainer  # noqa: E402
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation  # noqa: E402
+from sana_core.training.states import read_losses  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "train_kills.json"
 SMALL = "small"
@@ -157,7 +157,7 @@ def in_half(number: int) -> Prepare:
     """Return a function that arms a kill at half of the tensors of the `number`-th state."""
 
     def prepare(out: Path) -> None:
-        real, count = states.write_tensors, 0
+        real, count = sharding.write_tensors, 0
 
         def half(path: Path, *values) -> None:
             nonlocal count
@@ -167,7 +167,7 @@ def in_half(number: int) -> Prepare:
                 os.truncate(path, path.stat().st_size // 2)
                 die()
 
-        states.write_tensors = half
+        sharding.write_tensors = half
 
     return prepare
 
@@ -180,7 +180,7 @@ def check(out: Path, log: bytes) -> bytes:
     """Raise AssertionError for what no kill may leave; return the log, which had begun with `log`."""
     assert {name: (out / name).read_bytes() for name in FOREIGN} == FOREIGN, "a file of others was touched"
     for _, folder in states.find_states(out):
-        for name, digest in states.read_document(folder)["files"].items():
+        for name, digest in states.read_document(folder).files.items():
             states.check_file(folder, name, digest)
     strange = [path for path in (out / "steps").glob("*") if not (path / states.STATE).exists()]
     assert not strange, f"{strange} is no state"

@@ -23,8 +23,8 @@ from sana_core.model.sharded_ops import sum_dtype
 from sana_core.runtime.accelerator import free_bytes, has_float64, memory_info
 from sana_core.split.devices import Split
 from sana_core.training import trainer
-from sana_core.training.run_log import read_losses
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import read_losses
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SIZE = {"width": 128, "height": 128, "steps": 2}

@@ -13,7 +13,7 @@ from data_sets import PICTURE, save
 from setup import ROOT
 
 from sana_core.__main__ import main
-from sana_core.training.run_log import read_log
+from sana_core.training.states import read_log
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 SCALARS = {"loss", "learning_rate", "grad_norm", "validation_loss"}

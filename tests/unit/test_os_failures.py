@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from sana_core.__main__ import main
 from sana_core.runtime import atomic_files
-from sana_core.training import run_log, states, trainer
+from sana_core.training import states, trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = ["--width", "32", "--height", "32", "--steps", "1", "--dtype", "float32"]
@@ -104,7 +104,7 @@ def content(out):
     """The files below `out`. For the log: only steps and losses, because its times differ between runs."""
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     if "log.jsonl" in files:
-        files["log.jsonl"] = [(line["step"], line.get("loss")) for line in run_log.read_log(out)]
+        files["log.jsonl"] = [(line["step"], line.get("loss")) for line in states.read_log(out)]
     return files
 
 

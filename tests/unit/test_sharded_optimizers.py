@@ -9,7 +9,7 @@ import torch
 from launched import OLD, outcomes, results_of
 from torch import nn
 
-from sana_core.training import states
+from sana_core.training import sharding, states
 from sana_core.training.came import CAME
 from sana_core.training.optimizers import make_optimizer
 from sana_core.training.sharding import Layout, Shards, local_parameters
@@ -67,8 +67,8 @@ def take_steps(state, name, steps):
         for index, (parameter, weight) in enumerate(
             zip(state.parameters.values(), state.layout.shards.trained.values(), strict=True)
         ):
-            chunks = gradient(step, index, weight.shape).chunk(state.layout.parts)
-            rank = state.layout.part
+            chunks = gradient(step, index, weight.shape).chunk(state.layout.shard_count)
+            rank = state.layout.shard
             parameter.grad = chunks[rank].clone() if rank < len(chunks) else torch.zeros_like(parameter)
         with eager(name):
             state.optimizer.step()
@@ -83,10 +83,10 @@ def train_in_shards(ranks, name, folder):
     if ranks.first:
         (part / "shards").mkdir(parents=True)
     ranks.agree(None)
-    states.save_shards(first.layout, tensors, part)
+    sharding.save_shards(first.layout, tensors, part)
     ranks.agree(None)
     second = sharded_state(ranks, name)
-    stored = states.read_tensors(second.layout, part, ranks.size)
+    stored = sharding.read_tensors(second.layout, part, ranks.size)
     states.restore(second.parameters, second.optimizer, None, stored, values, "state")
     for one, other in zip(first.parameters.values(), second.parameters.values(), strict=True):
         assert torch.equal(one, other)
@@ -159,7 +159,7 @@ def test_only_an_error_of_the_system_is_called_a_fault_of_the_disk(tmp_path, mon
         if ranks.rank == 1:
             monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
         tensors, _ = states.tensors_of(state.parameters, state.optimizer, None)
-        states.save_shards(state.layout, tensors, tmp_path)
+        sharding.save_shards(state.layout, tensors, tmp_path)
 
     for raised, message, trace in outcomes(2, save):
         assert raised == kind and message.endswith(text), trace

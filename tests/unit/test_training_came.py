@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sana_core.training.came import BLOCK, dequantise, empty_codes, quantise
-from sana_core.training.optimizers import make_optimizer
-from sana_core.training.states import optimizer_state
+from sana_core.training.optimizers import make_optimizer, optimizer_state
 
 
 def normal(*shape, seed=0):

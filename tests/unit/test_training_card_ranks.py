@@ -11,7 +11,7 @@ from tiny import tiny_transformer
 from trainers import make_trainer, take_step, weights_of
 
 from sana_core.model.reference import NVIDIA
-from sana_core.training import states
+from sana_core.training import sharding, states
 from sana_core.training.loss import seeded_dropout
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
@@ -94,12 +94,12 @@ def test_states_of_an_offloaded_model_never_come_to_the_gpu(tmp_path, method, co
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
             tensors, values = states.tensors_of(first.parameters, first.optimizer, first.average)
-            states.save_shards(first.layout, tensors, tmp_path)
+            sharding.save_shards(first.layout, tensors, tmp_path)
             saved = cards.peak[device] - before
             second = begin(run_settings, own_ranks)
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            restored = states.read_tensors(second.layout, tmp_path, count // replicas)
+            restored = sharding.read_tensors(second.layout, tmp_path, count // replicas)
             states.restore(second.parameters, second.optimizer, second.average, restored, values, "state")
             resumed = cards.peak[device] - before
             same = all(torch.equal(one, second.parameters[name]) for name, one in first.parameters.items())

@@ -470,16 +470,16 @@ def test_the_error_of_a_step_is_in_the_log_where_its_state_cannot_be_saved(make,
 
 def test_a_state_that_cannot_be_put_in_its_place_loses_no_later_step(make, check_resumed, monkeypatch):
     settings = replace(make(stream=False), save_every=2)
-    real, calls = states.put_state, []
+    real, calls = states.write_document, []
 
-    def put_state(*values):
+    def write_document(*values):
         calls.append(1)
         if len(calls) == 1:
             raise OSError(28, "No space left on device")
         real(*values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(states, "put_state", put_state)
+        patch.setattr(states, "write_document", write_document)
         ((kind, text),) = fail(settings, 1)
     assert kind == "OutputError" and "No space left" in text
     ((step, _),) = find_states(Path(settings.out))

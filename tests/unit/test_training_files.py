@@ -1,5 +1,6 @@
 """The files of a run: files of others stay untouched, and damaged files are detected and named."""
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -12,11 +13,18 @@ from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from PIL import Image
 
-from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError
+from sana_core.checkpoints.fingerprint import digest_json
+from sana_core.errors import (
+    CheckpointError,
+    ExistingFileError,
+    InputError,
+    OutputError,
+    TrainingError,
+    VersionError,
+)
 from sana_core.training import states, trainer
-from sana_core.training.run_log import append_log, read_log, read_losses
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.states import find_states
+from sana_core.training.states import append_log, find_states, read_log, read_losses
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +284,125 @@ def test_a_flipped_bit_is_found_and_named(make, out, name, damage):
     shutil.rmtree(file.parent)
     trainer.train(make())
     assert (out / "x.safetensors").exists() and len(read_losses(out)) == 4
+
+
+def change(document, name, value):
+    """Set the value at the dotted `name` of `document`. REMOVED removes it."""
+    *outer, last = [int(key) if key.isdigit() else key for key in name.split(".")]
+    for key in outer:
+        document = document[key]
+    if value is REMOVED:
+        del document[last]
+    else:
+        document[last] = value
+
+
+def rewrite_state(folder, name, value):
+    """Change a value of the state.json in `folder`, with the digest of the changed document."""
+    document = json.loads((folder / "state.json").read_bytes())
+    del document["digest"]
+    change(document, name, value)
+    (folder / "state.json").write_text(json.dumps({**document, "digest": digest_json(document)}))
+
+
+REMOVED = object()
+OTHER_FORMATS = [
+    ("progress", REMOVED, "progress: got nothing, expected a value"),
+    ("place", {"step": 4}, "place: got {'step': 4}, expected nothing"),
+    ("progress", [4, 0, 4], "progress: got [4, 0, 4], expected an object"),
+    ("progress.place", 3, "progress.place: got 3, expected nothing"),
+    ("progress.done", REMOVED, "progress.done: got nothing, expected a value"),
+    ("progress.step", "4", "progress.step: got 4, expected a whole number"),
+    ("progress.phase", 0.0, "progress.phase: got 0.0, expected a whole number"),
+    ("progress.phase", True, "progress.phase: got True, expected a whole number"),
+    ("progress.done", None, "progress.done: got None, expected a number"),
+    ("config", [], "config: got [], expected an object"),
+    ("data", "abc", "data: got abc, expected a list"),
+    ("data.0", 1, "data.0: got 1, expected a text"),
+    ("best", [0.5, 2, 0, 0.9], "best: got [0.5, 2, 0, 0.9], expected an object"),
+    ("validated", [], "validated: got [], expected a whole number"),
+    ("shards", None, "shards: got None, expected a whole number"),
+    ("files", REMOVED, "files: got nothing, expected a value"),
+    ("files", {"a": 1}, "files.a: got 1, expected a text"),
+    ("values", None, "values: got None, expected an object"),
+    ("values.group", REMOVED, "values.group: got nothing, expected a value"),
+    ("values.group", {"eps": []}, "values.group.eps: got [], expected a number"),
+    ("values.parameters", 3, "values.parameters: got 3, expected a list"),
+    ("values.parameters.0", {"values": {}}, "values.parameters.0.subclasses: got nothing, expected a value"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(shared, tmp_path_factory):
+    """The settings of a run, and its folder after its end."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    phase = Phase((str(shared / "pictures"),), 32, steps=4, learning_rate=1e-3)
+    values = {"dtype": "float32", "method": Method(rank=2), "name": "x", "cache": str(shared / "cache")}
+    run_settings = check_settings(TrainingSettings(str(CHECKPOINTS["sana-tiny"]), str(out), (phase,), **values))
+    trainer.train(run_settings)
+    return run_settings, out
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "not moved"])
+@pytest.mark.parametrize(("name", "value", "said"), OTHER_FORMATS)
+def test_a_state_of_another_format_is_named_in_one_line_and_stays(finished, tmp_path, name, value, said, moved):
+    run_settings, folder = finished
+    out = tmp_path / "out"
+    shutil.copytree(folder, out)
+    state = find_states(out)[-1][1]
+    rewrite_state(state, name, value)
+    if not moved:
+        part = out / ".sana-batch" / "run-0123" / ".state-4.part"
+        part.parent.mkdir(parents=True)
+        state = state.rename(part)
+    before = content(out)
+    with pytest.raises(VersionError) as caught:
+        trainer.train(replace(run_settings, out=str(out)))
+    remedy = "resume with the version of this package that wrote it, or choose another folder"
+    assert str(caught.value) == f"{state.name}/state.json: {said}; {remedy}"
+    assert content(out) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("published", REMOVED, "published: got nothing, expected a value"),
+        ("published.0", 5, "published.0: got 5, expected a text"),
+        ("published", {}, "published: got {}, expected a list"),
+        ("config", [["seed", 0]], "config: got [['seed', 0]], expected an object"),
+        ("written", [], "written: got [], expected nothing"),
+    ],
+)
+def test_a_run_json_of_another_format_is_named_in_one_line_and_stays(finished, tmp_path, name, value, said):
+    run_settings, folder = finished
+    out = tmp_path / "out"
+    shutil.copytree(folder, out)
+    document = json.loads((out / "run.json").read_bytes())
+    change(document, name, value)
+    (out / "run.json").write_text(json.dumps(document))
+    before = content(out)
+    with pytest.raises(ExistingFileError) as caught:
+        trainer.train(replace(run_settings, out=str(out)))
+    start = f"out: {out / 'run.json'} is not of this run, which would write there"
+    assert str(caught.value) == f"{start} ({said}); move it away, or choose another folder"
+    assert content(out) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("values.parameters", []),
+        ("values.parameters.0.subclasses", {"exp_avg": [True, "torch.nothing"]}),
+    ],
+)
+def test_values_of_another_optimizer_are_named_in_one_line(finished, tmp_path, name, value):
+    run_settings, folder = finished
+    out = tmp_path / "out"
+    shutil.copytree(folder, out)
+    rewrite_state(find_states(out)[-1][1], name, value)
+    phase = replace(run_settings.phase[0], steps=6)
+    with pytest.raises(CheckpointError, match="^step-0000004: values of the optimizer do not fit it .*; remove that"):
+        trainer.train(replace(run_settings, out=str(out), phase=(phase,)))
 
 
 def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start(make, out, monkeypatch):

@@ -11,9 +11,8 @@ from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
 from sana_core.training import trainer
-from sana_core.training.run_log import describe_validation
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.states import find_states
+from sana_core.training.states import describe_validation, find_states
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from sana_core.training.optimizers import (
     averaged_weights,
     has_failed_restore,
     make_optimizer,
+    optimizer_state,
+    restore_optimizer,
     round_stochastically,
     set_learning_rate,
     start_average,
@@ -26,7 +28,7 @@ from sana_core.training.optimizers import (
     validation_weights,
 )
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
-from sana_core.training.states import find_states, optimizer_state, restore, restore_optimizer, tensors_of
+from sana_core.training.states import find_states, restore, tensors_of
 from sana_core.training.trainer import train as train_run
 
 LIBRARIES = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}

@@ -15,9 +15,8 @@ from trained import Stopped, same, stopping_after
 import sana_core
 from sana_core.errors import InputError
 from sana_core.training import trainer
-from sana_core.training.run_log import read_losses
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.states import find_states
+from sana_core.training.states import find_states, read_losses
 from sana_core.training.trained_model import adapter_layers, add_adapter, quantise_base, quantise_layer, quantise_rows
 
 LAYERS = {

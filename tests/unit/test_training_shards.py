@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from trained import difference, lines_of, newest
 
 from sana_core.checkpoints.convert import convert_checkpoint
-from sana_core.training import states, trainer
-from sana_core.training.run_log import read_log
+from sana_core.training import sharding, trainer
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.states import find_states
+from sana_core.training.states import find_states, read_log
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 
@@ -130,7 +129,7 @@ def test_all_weights_become_one_file_and_pictures_are_drawn_on_the_way(settings,
 
 def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeypatch):
     run_settings = settings(kind="fsdp")
-    real = states.save_shards
+    real = sharding.save_shards
 
     def full_disk(layout, tensors, part):
         digests = real(layout, tensors, part)
@@ -138,7 +137,7 @@ def test_a_save_that_one_rank_cannot_end_leaves_the_last_state(settings, monkeyp
             raise OSError(28, "No space left on device")
         return digests
 
-    monkeypatch.setattr(states, "save_shards", full_disk)
+    monkeypatch.setattr(sharding, "save_shards", full_disk)
     rank_outcomes = outcomes(2, lambda ranks: trainer.train(run_settings, ranks=ranks))
     assert (
         rank_outcomes[1][0] == "OutputError"

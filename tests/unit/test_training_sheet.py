@@ -10,8 +10,8 @@ from PIL import Image
 from sana_core.errors import ExistingFileError
 from sana_core.training.dataset import SHEET
 from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, best_step, columns_of
-from sana_core.training.run_log import read_log
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
+from sana_core.training.states import read_log
 from sana_core.training.trainer import train
 
 PROMPTS = ("a red circle", "a blue square")

@@ -15,9 +15,9 @@ from sana_core.runtime.cancellation import no_poll
 from sana_core.training import trainer
 from sana_core.training.dataset import open_image, read_dataset
 from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_image
-from sana_core.training.run_log import read_log
 from sana_core.training.schedule import choose, groups_of, plan, read_phase, vary
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
+from sana_core.training.states import read_log
 
 
 @pytest.fixture

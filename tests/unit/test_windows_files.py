@@ -11,9 +11,8 @@ from test_training_files import make, out, shared  # noqa: F401
 from sana_core.errors import OutputError
 from sana_core.runtime import atomic_files
 from sana_core.runtime.atomic_files import output_file, patiently, remove, write_whole
-from sana_core.training import run_log, states, trainer
-from sana_core.training.run_log import read_log
-from sana_core.training.states import find_states
+from sana_core.training import states, trainer
+from sana_core.training.states import find_states, read_log
 
 
 class SharingViolation(PermissionError):
@@ -199,7 +198,7 @@ def test_a_log_that_is_locked_does_not_end_the_run_and_is_written_later(
     caplog,
     until,
 ):
-    real, calls = run_log.append_log, []
+    real, calls = states.append_log, []
 
     def locked(*values):
         calls.append(values)
@@ -207,7 +206,7 @@ def test_a_log_that_is_locked_does_not_end_the_run_and_is_written_later(
             raise SharingViolation
         real(*values)
 
-    monkeypatch.setattr(run_log, "append_log", locked)
+    monkeypatch.setattr(states, "append_log", locked)
     steps = []
     trainer.train(make(), lambda line: steps.append(line["step"]))
     assert steps == [1, 2, 3, 4] and [step for step, _ in find_states(out)] == [2, 4]

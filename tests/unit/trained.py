@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from sana_core.training.run_log import read_log
-from sana_core.training.states import find_states
+from sana_core.training.states import find_states, read_log
 
 
 class Stopped(Exception):

@@ -15,9 +15,8 @@ from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError
 from ....sana_core.training.plan import REACHED, Base, Plan, fit_lines, measured_seconds, plan_training, read_base
-from ....sana_core.training.run_log import clock, read_losses
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from ....sana_core.training.states import find_states
+from ....sana_core.training.states import clock, find_states, read_losses
 from ....sana_core.training.trainer import check_base, train
 from ..compat.internals import loaded_from, path_of
 from ..compat.patches import untrained

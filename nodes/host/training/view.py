@@ -14,7 +14,7 @@ from server import PromptServer
 
 from ....sana_core.runtime.image_files import levels
 from ....sana_core.training.dataset import SHEET
-from ....sana_core.training.run_log import Eta, Line, describe_validation
+from ....sana_core.training.states import Eta, Line, describe_validation
 from ..bars import PAPER, TEXT, as_image
 
 # As ComfyUI's progress takes it: format, image, and the largest side or None for the image's size.
