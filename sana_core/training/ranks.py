@@ -91,11 +91,7 @@ class Ranks(NamedTuple):
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of `values` over all ranks. All of them have to call this."""
-        if self.size == 1:
-            return list(values)
-        sums = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
+        return self.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, summed over all ranks in place."""
@@ -189,14 +185,20 @@ def joined(device: str) -> Iterator[Ranks]:
         yield ALONE
         return
     store, rank, count = launch
+    from torch.distributed import get_default_backend_for_device, init_process_group
+
     attempt = meet(store, rank, count)
     store = torch.distributed.PrefixStore(attempt, store)
     heartbeat = Heartbeat(store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
     ranks = Ranks(rank, count, True)
     try:
         heartbeat.start()
-        ranks = ranks._replace(device=own_device(device))
-        begin_group(ranks, store)
+        rank_device = choose_device(device)
+        ranks = ranks._replace(device=rank_device)
+        kind = rank_device.type
+        # Norms of offloaded gradients are summed on the CPU, so gloo is needed as well (pytorch issue 148532).
+        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{get_default_backend_for_device(kind)}"
+        init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
@@ -295,7 +297,7 @@ def say_unused() -> None:
         log_line(f"warning: these settings of accelerate launch are not used, set them in the settings file: {named}")
 
 
-def own_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return the device of this rank. Without a number in the setting, it is the rank's number on its machine."""
     device = chosen_device(name)
     if device.type == "cpu" or device.index is not None and name:
@@ -304,17 +306,6 @@ def own_device(name: str) -> torch.device:
     device = chosen_device(str(device))
     set_current_device(device)
     return device
-
-
-def begin_group(ranks: Ranks, store: Store) -> None:
-    """Make the process group: gloo for tensors on the CPU, and the accelerator's backend for its tensors."""
-    from torch.distributed import get_default_backend_for_device, init_process_group
-
-    assert ranks.device is not None
-    kind = ranks.device.type
-    # Norms of offloaded gradients are summed on the CPU, so gloo is needed as well (pytorch issue 148532).
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{get_default_backend_for_device(kind)}"
-    init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=PATIENCE)
 
 
 def meet(store: Store, rank: int, count: int) -> str:

@@ -131,9 +131,15 @@ def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Rank
     """Divide `models` among `ranks` by `settings.parallel`, if a launcher has started them."""
     if not ranks.launched:
         return Layout(ranks)
-    if settings.parallel.kind == DDP:
-        return Layout(ranks, replicate(models[-1]))
-    return Layout(ranks, None, shard(models, settings, ranks))
+    if settings.parallel.kind != DDP:
+        return Layout(ranks, None, shard(models, settings, ranks))
+    from torch.nn.parallel import DistributedDataParallel
+
+    # No buffer changes in training. torch 2.14 has renamed the argument.
+    arguments = signature(DistributedDataParallel.__init__).parameters
+    options: Json = {"forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers": False}
+    # Gradients become means over the ranks and stay in the buckets that are sent.
+    return Layout(ranks, DistributedDataParallel(Step(models[-1]), gradient_as_bucket_view=True, **options))
 
 
 class Step(nn.Module):
@@ -147,16 +153,6 @@ class Step(nn.Module):
         return compute()
 
 
-def replicate(model: nn.Module) -> nn.Module:
-    """Wrap `model` in DDP. Its gradients become means over the ranks and stay in the buckets that are sent."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    # No buffer changes in training. torch 2.14 has renamed the argument.
-    arguments = signature(DistributedDataParallel.__init__).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
-    return DistributedDataParallel(Step(model), gradient_as_bucket_view=True, **{buffers: False})  # type: ignore[arg-type]
-
-
 def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks) -> Shards:
     """Divide the weights of `models`, the transformer and a ControlNet if one is trained, into rows on the ranks.
 
@@ -164,6 +160,7 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     holds the weights at first, and broadcasts them block by block.
     """
     from torch.distributed import fsdp
+    from torch.distributed.tensor import DTensor
 
     if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
         raise VersionError(
@@ -174,17 +171,31 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
         for model in models
         for parameter in model.parameters()
     }
-    unsharded = copy.deepcopy(list(models), empty)
+    empty_models = copy.deepcopy(list(models), empty)
     device = ranks.device
     assert device is not None
-    options = fsdp_options(settings, device, ranks)
-    mesh = options["mesh"]
-    for block in [*find_blocks(models, settings.parallel.block), *parts_outside(models)]:
+    mesh = make_mesh(device.type, settings, ranks)
+    # Weights that stay gathered after a forward would be stale after a validation has replaced them by the average.
+    options: Json = {"mesh": mesh, "reshard_after_forward": True}
+    if settings.method.whole and settings.dtype != "float32":
+        # Weights in fp32 are sent as bf16, in which the model computes. Gradients are summed in fp32.
+        compute = getattr(torch, settings.dtype)
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
+    if settings.parallel.kind == "fsdp_offload":
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    if len(models) == 1:
+        outside = [models[0]]
+    else:
+        # A ControlNet and its transformer share the embeddings around their blocks and call them directly, so the
+        # embeddings stay whole.
+        controlnet: Any = models[1]
+        outside = [controlnet.input_block, *controlnet.controlnet_blocks]
+    for block in [*find_blocks(models, settings.parallel.block), *outside]:
         if not isinstance(block, fsdp.FSDPModule):
             # The dict ends with the call, so that the whole weights of a block are freed once it has its rows.
             materialize_params(block, {}, device)
             fsdp.fully_shard(block, **options)
-    # The models may share what stays whole.
+    # The models may share parameters that are not divided.
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     for model in models:
         # FSDP moves only the parameters that it divides and the buffers of their modules.
@@ -198,8 +209,14 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     trained: dict[str, Any] = {
         name: parameter for name, parameter in models[-1].named_parameters() if parameter.requires_grad
     }
-    check_sharded(trained, settings.parallel.block)
-    return Shards(trained, models, unsharded, mesh if device.type == "cpu" else make_mesh("cpu", settings, ranks))
+    for name, parameter in trained.items():
+        # Its gradients would not be summed.
+        if not isinstance(parameter, DTensor):
+            raise InputError(
+                f"block: got {settings.parallel.block:.60}, which leaves {name:.80} whole on each rank; choose "
+                f"{BLOCKS[-1]}"
+            )
+    return Shards(trained, models, empty_models, mesh if device.type == "cpu" else make_mesh("cpu", settings, ranks))
 
 
 def row_slices(rows: int, parts: int) -> list[slice]:
@@ -256,66 +273,22 @@ def make_mesh(kind: str, settings: TrainingSettings, ranks: Ranks) -> DeviceMesh
     return init_device_mesh(kind, (ranks.size,), mesh_dim_names=("shard",))
 
 
-def fsdp_options(settings: TrainingSettings, device: torch.device, ranks: Ranks) -> Json:
-    """Return the arguments of `fully_shard` except the module."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    # Weights that stay gathered after a forward would be stale after a validation has replaced them by the average.
-    options: Json = {
-        "mesh": make_mesh(device.type, settings, ranks),
-        "reshard_after_forward": True,
-    }
-    if settings.method.whole and settings.dtype != "float32":
-        # Weights in fp32 are sent as bf16, in which the model computes. Gradients are summed in fp32.
-        compute = getattr(torch, settings.dtype)
-        options["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    if settings.parallel.kind == "fsdp_offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    return options
-
-
 def find_blocks(models: Sequence[nn.Module], name: str) -> list[nn.Module]:
     """Return the modules of the class `name`. Empty: SANA's blocks."""
     kind = type(models[0].transformer_blocks[0]).__name__  # type: ignore[index,union-attr]
     class_name = kind if name in BLOCKS else name
     matching_blocks = [module for model in models for module in model.modules() if type(module).__name__ == class_name]
     if not matching_blocks:
-        raise InputError(f"block: got {name:.60}, expected one of {list_classes(models[0])}; {kind} is the default")
+        sizes: dict[str, list[int]] = {}
+        for module in list(models[0].modules())[1:]:
+            count = sum(parameter.numel() for parameter in module.parameters())
+            if count and not isinstance(module, nn.ModuleList):
+                sizes.setdefault(type(module).__name__, []).append(count)
+        # The largest classes with their number and parameters.
+        largest = sorted(sizes.items(), key=lambda size: -max(size[1]))[:LISTED]
+        classes = ", ".join(f"{name} ({len(counts)} of {max(counts):,} parameters)" for name, counts in largest)
+        raise InputError(f"block: got {name:.60}, expected one of {classes}; {kind} is the default")
     return matching_blocks
-
-
-def list_classes(model: nn.Module) -> str:
-    """Return as text the classes of modules in `model`, the largest first, with their number and parameters."""
-    sizes: dict[str, list[int]] = {}
-    for module in list(model.modules())[1:]:
-        count = sum(parameter.numel() for parameter in module.parameters())
-        if count and not isinstance(module, nn.ModuleList):
-            sizes.setdefault(type(module).__name__, []).append(count)
-    largest = sorted(sizes.items(), key=lambda each: -max(each[1]))[:LISTED]
-    return ", ".join(f"{name} ({len(counts)} of {max(counts):,} parameters)" for name, counts in largest)
-
-
-def parts_outside(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the sharded modules other than blocks: the transformer itself, or a ControlNet's projections.
-
-    A ControlNet and its transformer share the embeddings around their blocks and call them directly, so the embeddings
-    stay whole.
-    """
-    if len(models) == 1:
-        return [models[0]]
-    controlnet: Any = models[1]
-    return [controlnet.input_block, *controlnet.controlnet_blocks]
-
-
-def check_sharded(trained: Mapping[str, nn.Parameter], name: str) -> None:
-    """Raise InputError if a trained weight is not divided, because its gradients would not be summed."""
-    from torch.distributed.tensor import DTensor
-
-    unsharded = [key for key, parameter in trained.items() if not isinstance(parameter, DTensor)]
-    if unsharded:
-        raise InputError(
-            f"block: got {name:.60}, which leaves {unsharded[0]:.80} whole on each rank; choose {BLOCKS[-1]}"
-        )
 
 
 def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> str:

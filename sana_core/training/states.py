@@ -216,10 +216,9 @@ def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> 
 
 def check_places(out: Path) -> None:
     """Raise ExistingFileError for files of others that have the name of a state."""
-    named = [path for path in (out / STEPS).glob("step-*") if NAME.fullmatch(path.name)]
-    # The states are listed afterwards, because a thread may add or remove one meanwhile.
-    states = {folder for _, folder in find_states(out)}
-    foreign_files = [path for path in named if path not in states and path.exists()]
+    paths = [path for path in (out / STEPS).glob("step-*") if NAME.fullmatch(path.name)]
+    # A thread may remove a state meanwhile, so the path is checked last.
+    foreign_files = [path for path in paths if not (path / STATE).is_file() and path.exists()]
     if foreign_files:
         raise stranger(min(foreign_files))
 

@@ -71,7 +71,7 @@ DISK = OSError(28, "No space left on device")
 # Validations are before step 0 and after steps 2 and 4, each of which saves the best. Each of two ranks computes one
 # microbatch of each step, and in a validation 8 losses of its image.
 PHASES = {
-    "device": Failing(ranks, "own_device", InputError("device: got cuda:1 in this test")),
+    "device": Failing(ranks, "choose_device", InputError("device: got cuda:1 in this test")),
     "settings": Failing(trainer, "check_base", MissingFileError("model: not here in this test")),
     "data": Failing(trainer, "read_samples", ReadError("broken.png: in this test")),
     "encoding": Failing(Trainer, "prepare_phase", MEMORY),
