@@ -156,11 +156,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def stranger(path: Path, reason: str = "") -> ExistingFileError:
-    """Return the error for a file at `path` that the run has not written. `reason`: how that is known."""
-    note = f" ({reason})" if reason else ""
+def stranger(path: Path) -> ExistingFileError:
     return ExistingFileError(
-        f"out: {path} is not of this run, which would write there{note}; move it away, or choose another folder"
+        f"out: {path} is not of this run, which would write there; move it away, or choose another folder"
     )
 
 
@@ -177,7 +175,10 @@ def read_run(out: Path) -> RunRecord:
         published = [digest for state in states for digest in state.results.values()]
         return RunRecord(states[-1].config if states else None, published)
     except (ValueError, RecursionError) as error:
-        raise stranger(out / RUN, brief(error)) from None
+        raise ExistingFileError(
+            f"out: {out / RUN} is not of this run, but of another program or version ({brief(error, 150)}); "
+            "move it away, or choose another folder"
+        ) from None
 
 
 def check_config(config: Json, existing: Json, out: Path) -> None:

@@ -383,7 +383,7 @@ def test_a_run_json_of_another_format_is_named_in_one_line_and_stays(finished, t
     before = content(out)
     with pytest.raises(ExistingFileError) as caught:
         trainer.train(replace(run_settings, out=str(out)))
-    start = f"out: {out / 'run.json'} is not of this run, which would write there"
+    start = f"out: {out / 'run.json'} is not of this run, but of another program or version"
     assert str(caught.value) == f"{start} ({said}); move it away, or choose another folder"
     assert content(out) == before
 
