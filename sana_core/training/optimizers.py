@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from ..errors import InputError, VersionError
-from ..runtime.text import Json
+from ..runtime.text import Json, brief
 from .came import BUCKET, CAME, SMALLEST, shard_sizes
 
 # How several GPUs can train one model: the values of `parallel.kind`.
@@ -344,7 +344,7 @@ STEP = "step"
 class ParameterValues(TypedDict):
     """The state of a parameter that is no tensor."""
 
-    values: dict[str, float]
+    values: Json
     # The attributes of each tensor subclass, such as torchao's 8-bit values. A dtype is its name in torch.
     subclasses: dict[str, list[Any]]
 
@@ -352,7 +352,7 @@ class ParameterValues(TypedDict):
 class OptimizerValues(TypedDict):
     """The state of an optimizer that is no tensor."""
 
-    group: dict[str, float]
+    group: Json
     parameters: list[ParameterValues]
 
 
@@ -384,7 +384,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
             else:
                 tensors[f"{index}.{name}"] = value.contiguous()
         parameters.append(entry)
-    values: dict[str, float] = {}
+    values: Json = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor) and name not in SETTINGS:
             tensors[f"group.{name}"] = value.contiguous()
@@ -402,7 +402,7 @@ def restore_optimizer(
     """
     (group,) = optimizer.param_groups
     for index, (parameter, entry) in enumerate(zip(group["params"], values["parameters"], strict=True)):
-        state: Json = dict(entry["values"])
+        state = dict(entry["values"])
         inner: dict[str, dict[str, torch.Tensor]] = {name: {} for name in entry["subclasses"]}
         for key, tensor in tensors.items():
             number, _, name = key.partition(".")
@@ -429,7 +429,10 @@ def restore_optimizer(
             state[name] = OptimState8bit.__tensor_unflatten__(inner[name], decoded)
         if state:
             optimizer.state[parameter] = state
-    group.update(values["group"])
+    for name, value in values["group"].items():
+        if isinstance(group.get(name), float) and not isinstance(value, float | int):
+            raise ValueError(f"values.group.{name}: got {brief(value)}, expected a number")
+        group[name] = value
     for key, tensor in tensors.items():
         if key.startswith("group."):
             group[key.removeprefix("group.")] = tensor.to(group["params"][0].device, copy=True)

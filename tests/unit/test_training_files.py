@@ -326,7 +326,7 @@ OTHER_FORMATS = [
     ("files", {"a": 1}, "files.a: got 1, expected a text"),
     ("values", None, "values: got None, expected an object"),
     ("values.group", REMOVED, "values.group: got nothing, expected a value"),
-    ("values.group", {"eps": []}, "values.group.eps: got [], expected a number"),
+    ("values.group", [], "values.group: got [], expected an object"),
     ("values.parameters", 3, "values.parameters: got 3, expected a list"),
     ("values.parameters.0", {"values": {}}, "values.parameters.0.subclasses: got nothing, expected a value"),
 ]
@@ -392,6 +392,7 @@ def test_a_run_json_of_another_format_is_named_in_one_line_and_stays(finished, t
     ("name", "value"),
     [
         ("values.parameters", []),
+        ("values.group", {"eps": []}),
         ("values.parameters.0.subclasses", {"exp_avg": [True, "torch.nothing"]}),
     ],
 )
