@@ -1,5 +1,4 @@
-"""The table OPTIMIZERS, stochastic rounding of weights in bf16, the moving average of the trained weights, and the
-contents of a saved state.
+"""The table OPTIMIZERS, stochastic rounding, the moving average of the weights, and an optimizer's saved state.
 
 bf16 has 8 bits of precision, so rounding to the nearest value always loses an update of less than 1/512 of a weight.
 The update is therefore computed in fp32 and rounded up or down at random, with the probability of each neighbour
