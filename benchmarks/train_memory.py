@@ -29,9 +29,9 @@ from sana_core.model.known_models import (
     Architecture,
     build_transformer,
 )
+from sana_core.runtime.file_ranges import FileRange
 from sana_core.training.cache import Batch
 from sana_core.training.dataset import Sample
-from sana_core.training.images import FileRange
 from sana_core.training.plan import released_base, training_stage
 from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.schedule import TrainProgress

@@ -30,9 +30,10 @@ from ..errors import ExistingFileError, InputError, MissingFileError, OutputErro
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..runtime.atomic_files import digest_of, read_small, write_whole
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.text import Json, brief
 from .dataset import Faults, Sample, without_traceback
-from .images import CROP_RULE, MIDDLE, Bucket, FileRange, decode_image, decode_mask, fit_image, read_range
+from .images import CROP_RULE, MIDDLE, Bucket, decode_image, fit_image
 
 # Pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor.
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
@@ -226,7 +227,7 @@ def read_image(
     parts = [read_range(place, sample.name) for place in (sample.image, sample.mask) if place]
     if digests is not None and [digest_of(part) for part in parts] != digests:
         raise ReadError(f"{sample.name}: was written while it was read; wait until it is whole")
-    mask = decode_mask(parts[1], f"{sample.name} (mask)") if sample.mask else None
+    mask = decode_image(parts[1], f"{sample.name} (mask)").convert("L") if sample.mask else None
     pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black in the whole crop, expected white where to train")

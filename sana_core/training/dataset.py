@@ -27,18 +27,9 @@ from unicodedata import normalize
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
+from ..runtime.file_ranges import FileRange, opened_range, read_range
 from ..runtime.text import Json, brief
-from .images import (
-    MIDDLE,
-    OTHER_ENDINGS,
-    Crop,
-    FileRange,
-    decode_image,
-    image_endings,
-    opened_range,
-    read_range,
-    upright_size,
-)
+from .images import MIDDLE, OTHER_ENDINGS, Crop, decode_image, image_endings, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,4 @@
-"""One image file to pixels of its bucket: bytes, header, decoding, then scaling and cropping.
+"""One image file to pixels of its bucket: its header, decoding, then scaling and cropping.
 
 A bucket is the (width, height) that an image is trained at.
 """
@@ -10,17 +10,16 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from pathlib import Path
-from stat import S_ISREG
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import InputError, MissingFileError, ReadError, SanaError
+from ..errors import InputError, ReadError
 from ..model.known_models import SHAPES
 from ..model.latents import DOWNSCALE
 from ..runtime.checks import check_whole
+from ..runtime.file_ranges import FileRange, opened_range
 from ..runtime.text import brief
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 # Bytes that Pillow decompresses at most, of one text and of all texts.
 LARGEST_TEXT, LARGEST_TEXTS = 1 << 20, 32 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
-# Bytes. A whole file is read into memory.
-LARGEST_FILE = 1 << 30
 # Rows of a 16-bit image that are converted together.
 ROWS = 64
 # EXIF's tag of how the camera was held (CIPA DC-008, section 4.6.5).
@@ -51,51 +48,6 @@ CROP_RULE = 1
 # Pixels.
 LARGEST_SIDE = 8192
 Bucket = tuple[int, int]
-
-
-class FileRange(NamedTuple):
-    """A file, or the part of it that contains a tar's member."""
-
-    file: Path
-    start: int = 0
-    # None: to the end of the file.
-    length: int | None = None
-
-
-@contextmanager
-def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> Iterator[tuple[IO[bytes], int]]:
-    """Open the bytes at `place`. Yields a stream and the number of bytes. Errors call the file `name`.
-
-    Raises InputError if it is no regular file or has more than `largest` bytes.
-    """
-    from PIL.ContainerIO import ContainerIO
-
-    try:
-        status = place.file.stat()
-        if not S_ISREG(status.st_mode):
-            # Opening a pipe would block for ever.
-            raise InputError(f"{name}: got a folder, pipe or device, expected a regular file; put the file there")
-        length = status.st_size - place.start if place.length is None else place.length
-        if length > largest:
-            raise InputError(f"{name}: got {length} bytes, expected at most {largest}; make it smaller")
-        with place.file.open("rb") as stream:
-            yield ContainerIO(stream, place.start, length), length
-    except SanaError:
-        raise
-    except FileNotFoundError:
-        raise MissingFileError(f"{name}: no such file; see its spelling, and whether it was moved") from None
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ReadError(f"{name}: cannot be read ({reason}); see its rights, its links and its disk") from error
-
-
-def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> bytes:
-    """Return the bytes at `place`."""
-    with opened_range(place, name, largest) as (stream, length):
-        data = stream.read(length) if length else b""
-    if len(data) < length:
-        raise ReadError(f"{name}: got {len(data)} bytes, expected {length}; the file was cut short, copy it again")
-    return data
 
 
 def image_endings() -> frozenset[str]:
@@ -247,11 +199,6 @@ def decode_image(data: bytes, name: str) -> Image:
             return image.convert("RGB")
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-
-
-def decode_mask(data: bytes, name: str) -> Image:
-    """Return the upright mask in `data` in mode L: white where the loss counts."""
-    return decode_image(data, name).convert("L")
 
 
 def eight_bits(image: Image, name: str) -> Image:

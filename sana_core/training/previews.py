@@ -22,10 +22,11 @@ from ..model.controlnet import Control
 from ..model.known_models import model_defaults
 from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
+from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
 from .dataset import PICTURES, SHEET
-from .images import CROP_RULE, Bucket, FileRange, crop_image, decode_image, read_range
+from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
 from .states import Line, read_log, stranger, writing
 

@@ -21,9 +21,10 @@ from ..checkpoints.fingerprint import digest_json
 from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
 from ..runtime.checks import check_whole
+from ..runtime.file_ranges import FileRange
 from .cache import Cache, Stream
 from .dataset import Sample, check_controls, read_dataset
-from .images import Bucket, Crop, FileRange, choose_bucket, is_smaller
+from .images import Bucket, Crop, choose_bucket, is_smaller
 from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 

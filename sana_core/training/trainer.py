@@ -37,6 +37,7 @@ from ..model.text import encode_prompts
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import digest_of, make_folder, reason_of, remove
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
 from .cache import (
@@ -54,7 +55,7 @@ from .cache import (
 )
 from .came import CAME
 from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
-from .images import FileRange, choose_bucket, read_range
+from .images import choose_bucket
 from .loss import (
     Point,
     Prompt,

@@ -9,8 +9,9 @@ import torch
 
 from ..errors import InputError, VersionError
 from ..runtime.atomic_files import output_file
+from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import levels
-from ..training.images import FileRange, decode_image, read_range
+from ..training.images import decode_image
 
 
 def check_writer(path: Path) -> None:

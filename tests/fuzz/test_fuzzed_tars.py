@@ -7,8 +7,8 @@ from hypothesis import given
 from mutations import changed_bytes
 from PIL import Image
 
+from sana_core.runtime.file_ranges import opened_range
 from sana_core.training.dataset import open_image, read_dataset
-from sana_core.training.images import opened_range
 
 
 def packed():

@@ -6,8 +6,9 @@ import tarfile
 import numpy as np
 from PIL import Image
 
+from sana_core.runtime.file_ranges import read_range
 from sana_core.training.dataset import read_dataset
-from sana_core.training.images import decode_mask, read_range
+from sana_core.training.images import decode_image
 
 SMOOTH = np.linspace(20, 230, 24 * 40 * 3).reshape(24, 40, 3).astype(np.uint8)
 PICTURE = Image.fromarray(SMOOTH)
@@ -49,7 +50,7 @@ def only(folder):
 
 
 def open_mask(sample):
-    return None if sample.mask is None else decode_mask(read_range(sample.mask, sample.name), sample.name)
+    return None if sample.mask is None else decode_image(read_range(sample.mask, sample.name), sample.name).convert("L")
 
 
 def pixels(picture):
