@@ -39,8 +39,6 @@ TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 # Bytes that Pillow decompresses at most, of one text and of all texts.
 LARGEST_TEXT, LARGEST_TEXTS = 1 << 20, 32 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
-# Rows of a 16-bit image that are converted together.
-ROWS = 64
 # EXIF's tag of how the camera was held (CIPA DC-008, section 4.6.5).
 ORIENTATION = 0x0112
 # Version of the rule by which `fit_image` crops. A new version encodes every cached latent again.
@@ -203,19 +201,15 @@ def decode_image(data: bytes, name: str) -> Image:
 
 def eight_bits(image: Image, name: str) -> Image:
     """Return `image` with 8 bits per channel. Pillow's conversion would clip 16-bit grey at 255."""
-    from PIL import Image
-
     if not image.mode.startswith(("I", "F")):
         return image
-    low, high = image.getextrema()
+    # Pillow has no table of values for the modes of 16 bits.
+    grey = image.convert("I")
+    low, high = grey.getextrema()
     if image.mode == "F" or not 0 <= low <= high <= 65535:  # type: ignore[operator]
         raise InputError(f"{name}: got pixels of mode {image.mode}, expected 8 or 16 bits; save it as PNG or JPEG")
-    grey = np.rint(np.arange(65536) / 257).astype(np.uint8)
-    result = Image.new("L", image.size)
-    for top in range(0, image.height, ROWS):
-        rows = np.asarray(image.crop((0, top, image.width, min(top + ROWS, image.height))))
-        result.paste(Image.fromarray(grey[rows]), (0, top))
-    return result
+    grey.info.pop("transparency", None)
+    return grey.point([round(value / 257) for value in range(65536)], "L")
 
 
 class Crop(NamedTuple):

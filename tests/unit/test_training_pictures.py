@@ -59,6 +59,12 @@ MODES = {
     "grey-alpha.png": (encoded(Image.new("LA", (2, 1), (0, 0))), [255] * 3, [255] * 3),
     "tRNS.png": (encoded(Image.new("RGB", (2, 1), (1, 2, 3)), transparency=(1, 2, 3)), [255] * 3, [255] * 3),
     "16-bit.png": (encoded(Image.fromarray(np.array([[0, 32896]], np.uint16))), [0] * 3, [128] * 3),
+    "16-bit-transparent.png": (
+        encoded(Image.fromarray(np.array([[300, 65535]], np.uint16)), transparency=300),
+        [1] * 3,
+        [255] * 3,
+    ),
+    "16-bit-big-endian.tif": (encoded(Image.fromarray(np.array([[257, 65535]], ">u2")), "TIFF"), [1] * 3, [255] * 3),
     "16-bit.tif": (encoded(Image.fromarray(np.array([[257, 65535]], np.uint16)), "TIFF"), [1] * 3, [255] * 3),
     "black-white.png": (encoded(Image.new("1", (2, 1), 1)), [255] * 3, [255] * 3),
     "grey.gif": (encoded(Image.new("L", (2, 1), 7), "GIF"), [7] * 3, [7] * 3),
