@@ -38,7 +38,7 @@ from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, check_settings
 
 # A step reads the weights of the losses from these.
-SAMPLES = [Sample("", "", (0, 0), FileRange(Path()))] * 64
+SAMPLES = [Sample("", "", FileRange(Path()))] * 64
 FULL, ROUNDED = Method("full"), Method("full", weights="bfloat16")
 CONTROLNET, ROUNDED_CONTROLNET = Method("controlnet"), Method("controlnet", weights="bfloat16")
 EIGHT_BITS = Method(base="int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import sha256
@@ -37,7 +38,7 @@ def file_stat(find: Callable[[], Path]) -> str:
 def dataset_stat(find: Callable[[], Path]) -> str:
     """Return a fingerprint that changes with any file of the data set's folder. Never raises."""
     try:
-        files = list_folder(find(), Faults(), {})
+        files = list_folder(find(), Faults(), defaultdict(list))
     except (OSError, ValueError):
         return "missing"
     return digest(f"{name} {size_and_time(file)}" for name, file in sorted(files.items()))

@@ -196,7 +196,7 @@ def files_of(sample: Sample) -> Files:
 def control_sample(sample: Sample) -> Sample:
     """Return a sample with the control image of `sample` as its image. `sample` must have one."""
     assert sample.control is not None
-    return Sample(f"{sample.name} (control image)", "", sample.size, sample.control, crop=sample.crop)
+    return Sample(f"{sample.name} (control image)", "", sample.control, size=sample.size, crop=sample.crop)
 
 
 def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:

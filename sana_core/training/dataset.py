@@ -18,13 +18,15 @@ import logging
 import re
 import tarfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO, FileIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from unicodedata import normalize
 
 from ..errors import InputError, MissingFileError, ReadError, SanaError
+from ..runtime.atomic_files import reason_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
 from ..runtime.file_ranges import FileRange, opened_range, read_range
@@ -69,24 +71,25 @@ RUNS = "folders of training runs are left out"
 # Captions of one image, and how often an epoch uses each, relative to the others.
 Captions = tuple[tuple[str, float], ...]
 # Names of files that are left out or read in an unexpected way, by remark.
-Remarks = dict[str, list[str]]
+Remarks = defaultdict[str, list[str]]
 # Names of the files of one stem, by kind: "image", "mask", "control", or the ending.
 Kinds = dict[str, list[str]]
+T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """An image with its caption. The fields after `captions` depend on the phase that uses it."""
+    """An image with its caption. The fields after `size` depend on the phase that uses it."""
 
     # Path in the data set, or tar:member.
     name: str
     caption: str
-    # Width and height of the upright image.
-    size: tuple[int, int]
     image: FileRange
     mask: FileRange | None = None
     control: FileRange | None = None
-    # All captions, if there are several.
+    # All captions of the image with their weights. `caption` is one of them.
     captions: Captions = ()
+    # Width and height of the upright image. (0, 0): its header has not been read yet.
+    size: tuple[int, int] = (0, 0)
     resolution: int = 0
     # Factor of the loss.
     weight: float = 1.0
@@ -96,6 +99,11 @@ class Sample(NamedTuple):
     # Variants of one image have the same group. An epoch uses one of them, with probabilities according to `share`.
     group: int = 0
     share: float = 1.0
+
+    @property
+    def files(self) -> tuple[FileRange, FileRange | None]:
+        """The files that the latents depend on: the image and its mask."""
+        return self.image, self.mask
 
 
 class Faults:
@@ -113,18 +121,16 @@ class Faults:
             self.first.append(without_traceback(fault))
 
     def check(self) -> None:
-        """Raise the first fault, if there is one. With several faults, the error names their files, and the log lists
-        them."""
-        if not self.count:
-            return
-        first = self.first[0]
+        """Raise the first fault, if there is one. With several faults, the error also has the names of the files of
+        the others, and the log lists them."""
         if self.count == 1:
-            raise first
+            raise self.first[0]
         for fault in self.first:
             logger.error("%s", fault)
-        names = ", ".join(map(name_in, self.first[1:]))
-        names += "" if self.count == len(self.first) else ", and more"
-        raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log: {names}")
+        if self.count:
+            first, names = self.first[0], ", ".join(map(name_in, self.first[1:]))
+            names += ", and more" if self.count > NAMED else ""
+            raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log: {names}")
 
 
 def without_traceback(fault: SanaError) -> SanaError:
@@ -158,26 +164,26 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
     Raises InputError for a data set without images, and otherwise the first fault. It names the other faults too.
     """
     faults, samples, skipped = Faults(), list[Sample](), list[SanaError]()
-    remarks: Remarks = {}
+    remarks: Remarks = defaultdict(list)
     for sample in list_samples(Path(path), faults, remarks):
         poll()
+        if isinstance(sample, Sample):
+            sample = attempt(measure, sample)
         if isinstance(sample, Sample):
             samples.append(sample)
         elif skip_broken and is_unreadable(sample):
             skipped.append(sample)
         else:
             faults.add(sample)
-    if faults.count:
-        # The error should also name images with a good header and broken pixels.
-        end = time.monotonic() + CHECKED
-        for sample in samples:
-            poll()
-            if time.monotonic() > end:
-                break
-            try:
-                open_image(sample)
-            except SanaError as fault:
-                faults.add(fault)
+    # An error should also name the images with a good header and broken pixels.
+    end = time.monotonic() + CHECKED
+    for sample in samples if faults.count else ():
+        poll()
+        if time.monotonic() > end:
+            break
+        image = attempt(open_image, sample)
+        if isinstance(image, SanaError):
+            faults.add(image)
     for remark, names in remarks.items():
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         logger.warning("dataset: %d %s: %s%s", len(names), remark, ", ".join(names[:SHOWN]), more)
@@ -192,6 +198,19 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
     return samples
 
 
+def measure(sample: Sample) -> Sample:
+    """Return `sample` with its size. Raises InputError for a mask or control image of another size than the image."""
+    size = upright_size(sample.image, sample.name)
+    for kind, place in (("mask", sample.mask), ("control image", sample.control)):
+        other = size if place is None else upright_size(place, f"{sample.name} ({kind})")
+        if other != size:
+            raise InputError(
+                f"{sample.name}: its {kind} is {other[0]} x {other[1]}, expected the image's {size[0]} x {size[1]}; "
+                "scale it"
+            )
+    return sample._replace(size=size)
+
+
 def open_image(sample: Sample) -> Image:
     """Return the image of a sample as RGB, upright, with transparent parts on white."""
     return decode_image(read_range(sample.image, sample.name), sample.name)
@@ -199,17 +218,18 @@ def open_image(sample: Sample) -> Image:
 
 def check_controls(samples: Iterable[Sample]) -> None:
     """Raise InputError if a sample has no control image."""
-    faults = Faults()
-    for name in [sample.name for sample in samples if sample.control is None]:
-        stem = PurePosixPath(name).stem
-        faults.add(
-            InputError(f"{name}: has no control image, expected {stem}-control.png beside it, or choose method lora")
+    Faults(
+        InputError(
+            f"{sample.name}: has no control image, expected {PurePosixPath(sample.name).stem}-control.png beside it, "
+            "or choose method lora"
         )
-    faults.check()
+        for sample in samples
+        if sample.control is None
+    ).check()
 
 
 def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sample | SanaError]:
-    """Yield each sample at `path`, or the fault of its files.
+    """Yield each sample at `path`, whose image has not been opened yet, or the fault of its files.
 
     A folder or tar that cannot be read may contain many good images, so `skip_broken` never skips it: its fault is
     added to `faults`.
@@ -258,12 +278,12 @@ def list_folder(root: Path, faults: Faults, remarks: Remarks) -> dict[str, Path]
         try:
             entries = [entry for entry in sorted(folder.iterdir()) if not is_hidden(entry.name)]
         except OSError as error:
-            reason = error.strerror or type(error).__name__
+            reason = reason_of(error)
             faults.add(ReadError(f"{folder}: cannot be read ({reason}); see its rights, its links and its disk"))
             continue
         if any(entry.name == RUN for entry in entries):
             if folder != root:
-                remarks.setdefault(RUNS, []).append(folder.relative_to(root).as_posix())
+                remarks[RUNS].append(folder.relative_to(root).as_posix())
                 continue
             entries = [entry for entry in entries if entry.name not in (STEPS, PICTURES, SHEET)]
         for entry in entries:
@@ -347,10 +367,10 @@ def join_files(
         stem = normalize("NFC", name[: len(name) - len(suffix)])
         stems.setdefault(stem, {}).setdefault(kind, []).append(name)
         if kind in OTHER_ENDINGS:
-            remarks.setdefault(LEFT_OUT, []).append(prefix + name)
+            remarks[LEFT_OUT].append(prefix + name)
     if has_fields:
         for name in join_fields(stems):
-            remarks.setdefault(FIELDS, []).append(prefix + name)
+            remarks[FIELDS].append(prefix + name)
     # List all companions before any is moved, because a mask may have a mask too.
     companions = [
         (stem, stem.removesuffix(mark), kind)
@@ -360,14 +380,14 @@ def join_files(
     ]
     for stem, image_stem, kind in companions:
         if has_caption(stems[stem]):
-            remarks.setdefault(CAPTIONED, []).append(prefix + stems[stem]["image"][0])
+            remarks[CAPTIONED].append(prefix + stems[stem]["image"][0])
         else:
             stems[image_stem].setdefault(kind, []).extend(stems[stem].pop("image"))
     for stem, kinds in sorted(stems.items()):
         if "image" in kinds:
-            yield sample_or_fault(read_files, files, prefix, stem, kinds)
+            yield attempt(read_files, files, prefix, stem, kinds)
         elif ".txt" in kinds and not kinds.keys() & set(OTHER_ENDINGS):
-            remarks.setdefault(ALONE, []).append(prefix + kinds[".txt"][0])
+            remarks[ALONE].append(prefix + kinds[".txt"][0])
 
 
 def has_caption(kinds: Kinds) -> bool:
@@ -438,22 +458,24 @@ def read_lines(path: Path, remarks: Remarks) -> Iterator[Sample | SanaError]:
             for name in companions
         )
         listed.update(normalize("NFC", str(PurePosixPath(name))) for name in companions if name is not None)
-        return make_sample(inner, pick_captions(document, where), image, mask, control)
+        captions = pick_captions(document, where)
+        return Sample(inner, captions[0][0], image, mask, control, captions)
 
     for number, line in enumerate(BytesIO(read_range(FileRange(path), path.name, LARGEST_LIST)), 1):
         if line.strip():
-            yield sample_or_fault(read_line, number, line)
+            yield attempt(read_line, number, line)
     # Another .jsonl may list a part of the folder on purpose.
     if path.name == METADATA:
         endings = image_endings().union(OTHER_ENDINGS)
-        for name in sorted(list_folder(path.parent, Faults(), {})):
+        for name in sorted(list_folder(path.parent, Faults(), defaultdict(list))):
             if PurePosixPath(name).suffix.lower() in endings and normalize("NFC", name) not in listed:
-                remarks.setdefault(UNLISTED, []).append(name)
+                remarks[UNLISTED].append(name)
 
 
-def sample_or_fault(read_sample: Callable[..., Sample], *arguments: object) -> Sample | SanaError:
+def attempt(read: Callable[..., T], *arguments: object) -> T | SanaError:
+    """Return the result of `read`, or the error that it raises."""
     try:
-        return read_sample(*arguments)
+        return read(*arguments)
     except SanaError as fault:
         return without_traceback(fault)
 
@@ -474,21 +496,7 @@ def read_files(files: Mapping[str, FileRange], prefix: str, stem: str, kinds: Ki
     else:
         captions = pick_captions(parse(data, prefix + text), prefix + text)
     mask, control = (files[kinds[kind][0]] if kind in kinds else None for kind in ("mask", "control"))
-    return make_sample(name, captions, files[kinds["image"][0]], mask, control)
-
-
-def make_sample(
-    name: str, captions: Captions, image: FileRange, mask: FileRange | None, control: FileRange | None
-) -> Sample:
-    """Return the sample. Raises InputError if the mask or the control image has another size than the image."""
-    size = upright_size(image, name)
-    for kind, place in (("mask", mask), ("control image", control)):
-        other = size if place is None else upright_size(place, f"{name} ({kind})")
-        if other != size:
-            raise InputError(
-                f"{name}: its {kind} is {other[0]} x {other[1]}, expected the image's {size[0]} x {size[1]}; scale it"
-            )
-    return Sample(name, captions[0][0], size, image, mask, control, captions if len(captions) > 1 else ())
+    return Sample(name, captions[0][0], files[kinds["image"][0]], mask, control, captions)
 
 
 def read_text(data: bytes, name: str) -> str:

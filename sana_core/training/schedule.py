@@ -154,7 +154,7 @@ def captions_of(sample: Sample, phase: Phase) -> list[tuple[str, float]]:
     where they are (kohya's shuffle_caption and keep_tokens).
     """
     captions = []
-    for caption, share in sample.captions or [(sample.caption, 1.0)]:
+    for caption, share in sample.captions:
         tags, orders = caption.split(", "), {caption: None}
         first, rng = phase.keep_tags, generator(CHOICE, (seed_of(caption),))
         for _ in range(phase.tag_orders - 1):
