@@ -14,26 +14,32 @@ ever stale. An entry is written as a whole, with the digest of its tensors. All 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..checkpoints.fingerprint import size_and_times
+from ..batch.pipeline import load_encoder
+from ..checkpoints import load_autoencoder
+from ..checkpoints.fingerprint import digest_json, fingerprint, size_and_times
+from ..decode import encode_images
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
 from ..model.latents import CHANNELS, DOWNSCALE
-from ..runtime.atomic_files import digest_of, read_small, write_whole
+from ..model.text import encode_prompts
+from ..runtime.atomic_files import digest_of, read_small, reason_of, write_whole
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.text import Json, brief
-from .dataset import Faults, Sample, without_traceback
+from .dataset import Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
 from .images import CROP_RULE, MIDDLE, Bucket, decode_image, fit_image
+from .settings import TrainingSettings
 
 # Pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor.
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
@@ -50,9 +56,13 @@ LARGEST_DIGESTS = 10**9
 CHECK = "sha256"
 # Errors of the files of one image.
 IMAGE_FAULTS = (InputError, MissingFileError, ReadError)
-# An image and its mask.
-Files = tuple[FileRange, FileRange | None]
-BrokenImages = dict[Files, SanaError]
+# The folder in the cache with the digests of the models' files.
+MODELS = "models"
+# The digests of `fingerprint` that the embeddings and the latents depend on.
+TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
+IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
+# The faults of images by `Sample.files`.
+BrokenImages = dict[tuple[FileRange, FileRange | None], SanaError]
 
 
 class Encoders(NamedTuple):
@@ -68,6 +78,53 @@ class ModelIds(NamedTuple):
 
     autoencoder: str
     text_encoder: str
+
+
+def digest_models(settings: TrainingSettings, folder: Path, progress: Callable[[int, int], None]) -> Json:
+    """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
+    digests = fingerprint(settings.model, progress, folder / MODELS, settings.reference)
+    for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
+        if path:
+            part_digests = fingerprint(path, progress, folder / MODELS, settings.reference)
+            digests |= {name: part_digests[name] for name in names}
+    return digests
+
+
+def model_ids(digests: Json, dtype: str) -> ModelIds:
+    text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
+    return ModelIds(digest_json(image), digest_json([*text, dtype]))
+
+
+@contextmanager
+def load_encoders(settings: TrainingSettings, device: torch.device, poll: Poll) -> Iterator[Encoders]:
+    """Give the functions that encode images and captions. Only one of their two models is in memory at a time.
+
+    Each model is loaded at its first use. If the cache has every entry, neither is loaded. A run that streams keeps
+    both in memory and uses them after this context too.
+    """
+    loaded: Json = {}
+
+    def model(kind: str, load: Callable[..., Any], *options: object) -> Any:
+        if kind not in loaded:
+            if not settings.stream:
+                loaded.clear()
+            loaded[kind] = load(settings.source(kind), device, *options)
+        return loaded[kind]
+
+    def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
+        # The VAE runs in float32. It runs once for each image, and every step would inherit its rounding errors.
+        vae = model("autoencoder", load_autoencoder, torch.float32)
+        return encode_images(vae, pixels, poll=poll) * vae.config.scaling_factor
+
+    def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        encoder = model("text_encoder", load_encoder, settings.dtype, settings.reference)
+        return encode_prompts(encoder, [caption], instruction)
+
+    try:
+        yield Encoders(encode_pixels, encode_caption)
+    finally:
+        if not settings.stream:
+            loaded.clear()
 
 
 class Batch(NamedTuple):
@@ -132,44 +189,19 @@ def build_cache(
     Images that cannot be read are added to `broken` and are missing in the cache, so call again without their samples.
     If `broken` is None, an error names all of them. The other images are encoded first.
     """
-    controls = [control_sample(sample) for sample in samples if sample.control is not None]
+    controls = [control for sample in samples for control in with_control(sample)[1:]]
     controls = controls if len(controls) == len(samples) else []
     images = [*zip(samples, buckets, strict=True), *zip(controls, buckets, strict=False)]
-    total, finished = len(samples) + len(images) + 1, 0
-    digests, checked_paths = Digests(store), set[Path]()
+    total, finished = 1 + len(samples) + len(images), itertools.count(1)
+    digests, paths = Digests(store), list[Path]()
     faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
-        nonlocal finished
-        finished += 1
-        progress(finished, total)
+        progress(next(finished), total)
         poll()
 
-    def encode_caption(parts: list[str], encode_entry: Callable[[], Tensors]) -> Path:
-        path = entry_path(store.folder, "texts", [*parts, ids.text_encoder])
-        if path not in checked_paths:
-            store.find_or(path, encode_entry)
-            checked_paths.add(path)
-        advance()
-        return path
-
-    def encode_sample(sample: Sample, bucket: Bucket) -> Path | None:
-        files, path, pixels = files_of(sample), None, None
-        if files not in faults:
-            try:
-                parts = [digests.of(place, sample.name) for place in files if place]
-                crop = [] if sample.crop == MIDDLE else [sample.crop]
-                path = entry_path(store.folder, "latents", [parts, bucket, CROP_RULE, ids.autoencoder, *crop])
-                if path not in checked_paths and not store.has(path):
-                    pixels = read_image(sample, bucket, parts)
-            except IMAGE_FAULTS as fault:
-                faults[files] = without_traceback(fault)
-                logger.warning("%s", fault)
-                path = None
-        if path is not None:
-            if pixels is not None:
-                store.put(path, encode_image(encode.pixels, sample, *pixels))
-            checked_paths.add(path)
+    def encode_caption(parts: list[str], make: Callable[[], Tensors]) -> Path:
+        path = store.find_or(store.path("texts", [*parts, ids.text_encoder]), make)
         advance()
         return path
 
@@ -177,26 +209,53 @@ def build_cache(
     captions = [sample.caption for sample in samples]
     texts = [encode_caption(["caption", text], partial(encode_tokens, encode.caption, text)) for text in captions]
     try:
-        paths = [encode_sample(sample, bucket) for sample, bucket in images]
+        for sample, bucket in images:
+            if sample.files not in faults:
+                try:
+                    parts = [digests.of(place, sample.name) for place in sample.files if place]
+                    crop = [] if sample.crop == MIDDLE else [sample.crop]
+                    path = store.path("latents", [parts, bucket, CROP_RULE, ids.autoencoder, *crop])
+                    pixels = None if store.has(path) else read_image(sample, bucket, parts)
+                except IMAGE_FAULTS as fault:
+                    faults[sample.files] = without_traceback(fault)
+                    logger.warning("%s", fault)
+                else:
+                    if pixels is not None:
+                        store.put(path, encode_image(encode.pixels, sample, *pixels))
+                    paths.append(path)
+            advance()
     finally:
         digests.save()
     if broken is None:
         Faults(faults.values()).check()
-    latents, control_latents = (
-        [path for path in part if path] for part in (paths[: len(samples)], paths[len(samples) :])
-    )
-    return Cache([sample.name for sample in samples], latents, texts, read_entry(empty), control_latents)
+    names = [sample.name for sample in samples]
+    return Cache(names, paths[: len(samples)], texts, read_entry(empty), paths[len(samples) :])
 
 
-def files_of(sample: Sample) -> Files:
-    """Return the files that the latents of a sample depend on."""
-    return sample.image, sample.mask
+def with_control(sample: Sample) -> list[Sample]:
+    """Return `sample`, and if it has a control image, a sample with that image."""
+    if sample.control is None:
+        return [sample]
+    return [sample, Sample(f"{sample.name} (control image)", "", sample.control, size=sample.size, crop=sample.crop)]
 
 
-def control_sample(sample: Sample) -> Sample:
-    """Return a sample with the control image of `sample` as its image. `sample` must have one."""
-    assert sample.control is not None
-    return Sample(f"{sample.name} (control image)", "", sample.control, size=sample.size, crop=sample.crop)
+def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
+    """Return the samples of each phase without the `broken` images, and log their names.
+
+    Raises an error that names all of them, unless `skip_broken` is set and all of them are unreadable files.
+    """
+    faults = list(broken.values())
+    if not (skip_broken and all(map(is_unreadable, faults))):
+        Faults(faults).check()
+    warn_of_skipped(faults)
+    readable = [
+        [sample for sample in phase if not any(part.files in broken for part in with_control(sample))]
+        for phase in samples
+    ]
+    for number, phase in enumerate(readable, 1):
+        if not phase:
+            raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
+    return readable
 
 
 def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
@@ -279,7 +338,7 @@ class Stream(NamedTuple):
         readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
         for index in indices:
             sample, bucket = self.samples[index], self.buckets[index]
-            parts = [sample] if sample.control is None else [sample, control_sample(sample)]
+            parts = with_control(sample)
             try:
                 pixels = [read_image(part, bucket) for part in parts]
             except IMAGE_FAULTS as fault:
@@ -300,6 +359,16 @@ class Stream(NamedTuple):
         names = [self.samples[index].name for index in readable]
         return readable, join_batch(names, images, texts, controls)
 
+    def check(self, indices: Sequence[int], broken: BrokenImages, poll: Poll) -> None:
+        """Add the images with these indices that cannot be read to `broken`."""
+        for index in indices:
+            for sample in with_control(self.samples[index]):
+                poll()
+                try:
+                    read_image(sample, self.buckets[index])
+                except IMAGE_FAULTS as fault:
+                    broken[sample.files] = without_traceback(fault)
+
     def blank(self, index: int) -> Batch:
         """Return zeros in the sample's bucket with the empty prompt. A rank without images computes with them."""
         width, height = self.buckets[index]
@@ -308,12 +377,20 @@ class Stream(NamedTuple):
         return join_batch([sample.name], [zeros], [self.empty], [zeros] if sample.control else [])
 
 
-class Store(NamedTuple):
+class Store:
     """The folder of a cache. Several runs may share it."""
 
-    folder: Path
-    # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
-    parts: Path | None = None
+    def __init__(self, folder: Path, parts: Path | None = None) -> None:
+        self.folder = folder
+        # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
+        self.parts = parts
+        # The entries that need not be read again to see that they are whole.
+        self.checked_paths: set[Path] = set()
+
+    def path(self, kind: str, parts: Sequence[object]) -> Path:
+        """Return the path of the entry that depends on `parts`, which are JSON, and on nothing else."""
+        key = digest_of(json.dumps([VERSION, *parts]).encode())
+        return self.folder / kind / key[:2] / f"{key}.safetensors"
 
     def find_or(self, path: Path, make: Callable[[], Tensors]) -> Path:
         """Return the `path` of an entry after writing it, if it is missing or damaged."""
@@ -328,21 +405,20 @@ class Store(NamedTuple):
         try:
             self.write(path, save({**tensors, CHECK: check_sum(tensors)}))
         except OSError as error:
-            reason = error.strerror or type(error).__name__
             raise OutputError(
-                f"cache: cannot write {path} ({reason}); make room and start again, what is in it stays"
+                f"cache: cannot write {path} ({reason_of(error)}); make room and start again, what is in it stays"
             ) from error
+        self.checked_paths.add(path)
 
     def has(self, path: Path) -> bool:
         """Whether the entry `path` exists and is whole. The log names a damaged one."""
-        if not path.exists():
-            return False
-        try:
-            read_entry(path)
-        except ReadError as error:
-            logger.warning("%s", error)
-            return False
-        return True
+        if path not in self.checked_paths and path.exists():
+            try:
+                read_entry(path)
+                self.checked_paths.add(path)
+            except ReadError as error:
+                logger.warning("%s", error)
+        return path in self.checked_paths
 
     def write(self, path: Path, data: bytes) -> None:
         """Write or replace a file of the cache."""
@@ -351,10 +427,11 @@ class Store(NamedTuple):
         write_whole(path, data, self.parts or path.parent, replace=True)
 
 
-def entry_path(folder: Path, kind: str, parts: Sequence[object]) -> Path:
-    """Return the path of the entry that depends on `parts`, which are JSON, and on nothing else."""
-    key = digest_of(json.dumps([VERSION, *parts]).encode())
-    return folder / kind / key[:2] / f"{key}.safetensors"
+def store_of(settings: TrainingSettings) -> Store:
+    """Return the cache of a run. Several runs may share it, so each has its own folder for unfinished entries."""
+    out = Path(settings.out)
+    folder = Path(settings.cache) if settings.cache else out / "cache"
+    return Store(folder, folder / f".{digest_json(str(out.absolute()))}.parts")
 
 
 def check_sum(tensors: Tensors) -> torch.Tensor:

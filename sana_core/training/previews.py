@@ -24,7 +24,7 @@ from ..runtime.atomic_files import digest_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
-from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, entry_path, read_entry
+from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, read_entry
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
@@ -63,7 +63,7 @@ def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, e
         return None
 
     def find_or(kind: str, parts: list, make: Callable[[], Tensors]) -> Tensors:
-        return read_entry(store.find_or(entry_path(store.folder, kind, parts), make))
+        return read_entry(store.find_or(store.path(kind, parts), make))
 
     def text(kind: str, prompt: str, make: Callable[[], Tensors]) -> Embedding:
         entry = find_or("texts", [kind, prompt, ids.text_encoder], make)

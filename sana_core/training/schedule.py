@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
 from ..runtime.checks import check_whole
 from ..runtime.file_ranges import FileRange
-from .cache import Cache, Stream
+from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .images import Bucket, Crop, choose_bucket, is_smaller
 from .loss import CHOICE, generator
@@ -125,6 +125,34 @@ def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Samp
         samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
     resolutions = (phase.resolution, *phase.resolutions)
     return [sample._replace(resolution=resolution) for resolution in resolutions for sample in samples]
+
+
+def prepare_phase(
+    samples: Sequence[Sample],
+    phase: Phase,
+    settings: TrainingSettings,
+    store: Store,
+    encode: Encoders,
+    ids: ModelIds,
+    poll: Poll,
+    progress: Callable[[int, int], None],
+    broken: BrokenImages,
+) -> PhaseData:
+    """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
+    buckets = [choose_bucket(sample.size, sample.resolution) for sample in samples]
+    # A streamed run only caches the empty prompt.
+    cached = 0 if settings.stream else len(samples)
+    cache = build_cache(samples[:cached], buckets[:cached], store, encode, ids, poll, progress, broken)
+    variants = groups_of(samples)
+    training, held_out = hold_out(samples, variants, settings.validation.share)
+    described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
+    order = [described, ids, training, phase.batch, phase.accumulate]
+    if settings.stream:
+        stream = Stream(samples, buckets, encode, cache.empty)
+        # The files of a streamed data set are too large for a digest of their contents.
+        return PhaseData(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
+    entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
+    return PhaseData(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
 
 
 def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:

@@ -22,40 +22,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..batch.pipeline import load_encoder
-from ..checkpoints import find_part, inspect_checkpoint, load_autoencoder, load_transformer
-from ..checkpoints.fingerprint import digest_json, fingerprint
+from ..checkpoints import find_part, inspect_checkpoint, load_transformer
+from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module
-from ..decode import encode_images
 from ..errors import ExistingFileError, InputError, SanaError, TrainingError
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
-from ..model.text import encode_prompts
 from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import digest_of, make_folder, reason_of, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
-from .cache import (
-    IMAGE_FAULTS,
-    Batch,
-    BrokenImages,
-    Encoders,
-    ModelIds,
-    Store,
-    Stream,
-    build_cache,
-    control_sample,
-    files_of,
-    read_image,
-)
+from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
 from .came import CAME
-from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
-from .images import choose_bucket
+from .dataset import SHEET, Faults, is_unreadable, warn_of_skipped
 from .loss import (
     Point,
     Prompt,
@@ -96,11 +80,9 @@ from .schedule import (
     after_step,
     all_steps_left,
     better,
-    digest_data,
-    groups_of,
-    hold_out,
     is_due,
     learning_rate,
+    prepare_phase,
     read_samples,
     same_epochs,
     warn_of_rate,
@@ -154,11 +136,6 @@ Report = Callable[[Line], None]
 OnProgress = Callable[[str, int, int], None]
 # Receives the step and the validation's images [3, H, W] in [-1, 1].
 Show = Callable[[int, Sequence[torch.Tensor]], None]
-# The digests of `fingerprint` that the embeddings and the latents in the cache depend on.
-TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "instruction")
-IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
-# The folder in the cache with the digests of the models' files.
-MODELS = "models"
 # Number of times at which a validation measures the loss of each held-out image.
 VALIDATION_TIMES = 8
 
@@ -383,46 +360,33 @@ class Trainer:
         """
         settings, ranks = self.settings, self.ranks
         samples = ranks.run_on_all(lambda: read_samples(settings, self.check_cancelled))
-        digests = self.digest_models()
-        text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
-        ids = ModelIds(digest_json(image), digest_json([*text, settings.dtype]))
-        store = self.cache_store()
-        broken: BrokenImages = {}
+        store, progress = store_of(settings), self.on_progress if ranks.first else ignore
+        digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
+        ids, broken = model_ids(digests, settings.dtype), BrokenImages()
 
-        def encode_part() -> None:
-            part = slice(ranks.rank, None, ranks.size)
-            with self.encoders() as encode:
-                for phase, phase_samples in zip(settings.phase, samples, strict=True):
-                    self.prepare_phase(phase_samples[part], phase, ids, encode, broken, silent=not ranks.first)
-
-        def encode_all(silent: bool) -> tuple[list[PhaseData], Inputs | None]:
-            with self.encoders() as encode:
+        def encode(part: slice, progress: OnProgress) -> tuple[list[PhaseData], Inputs | None]:
+            report, poll = partial(progress, "latents and captions"), self.check_cancelled
+            with load_encoders(settings, self.chosen_device(), poll) as encoders:
                 data = [
-                    self.prepare_phase(phase_samples, phase, ids, encode, broken, silent)
-                    for phase, phase_samples in zip(settings.phase, samples, strict=True)
+                    prepare_phase(samples_of_phase[part], phase, settings, store, encoders, ids, poll, report, broken)
+                    for phase, samples_of_phase in zip(settings.phase, samples, strict=True)
                 ]
-                return data, encode_validation(settings, store, ids, encode)
+                return data, encode_validation(settings, store, ids, encoders) if part == slice(None) else None
 
         def check_held_out() -> None:
             # A streamed run can leave out an image in a step, but not in a validation.
             for phase in self.data:
-                for index in phase.held_out[ranks.rank :: ranks.size]:
-                    sample, bucket = phase.samples[index], phase.buckets[index]
-                    for part in [sample] if sample.control is None else [sample, control_sample(sample)]:
-                        self.check_cancelled()
-                        try:
-                            read_image(part, bucket)
-                        except IMAGE_FAULTS as fault:
-                            broken[files_of(part)] = without_traceback(fault)
+                if isinstance(phase.cache, Stream):
+                    phase.cache.check(phase.held_out[ranks.rank :: ranks.size], broken, self.check_cancelled)
 
         try:
             while True:
                 broken.clear()
                 if ranks.size > 1 and not settings.stream:
-                    ranks.run_on_all(encode_part)
+                    ranks.run_on_all(lambda: encode(slice(ranks.rank, None, ranks.size), progress))
                 # The first rank uses the entries of all ranks and encodes the rest. The others then use all entries.
-                prepared = ranks.run_on_rank0(lambda: encode_all(silent=False))
-                self.data, self.inputs = prepared or encode_all(silent=True)
+                prepared = ranks.run_on_rank0(lambda: encode(slice(None), progress))
+                self.data, self.inputs = prepared or encode(slice(None), ignore)
                 if settings.stream and settings.skip_broken:
                     ranks.run_on_all(check_held_out)
                 broken_anywhere = {
@@ -439,93 +403,8 @@ class Trainer:
         check_same(ranks, {"model": digest_json(digests), "images": [phase.digest for phase in self.data]}, "data")
         self.config = describe_config(settings) | {"model": digest_json(digests)}
 
-    def digest_models(self) -> Json:
-        """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
-        report = partial(self.on_progress if self.ranks.first else ignore, "digest of the model")
-        settings, folder = self.settings, self.cache_store().folder / MODELS
-        digests = fingerprint(settings.model, report, folder, settings.reference)
-        for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
-            if path:
-                part_digests = fingerprint(path, report, folder, settings.reference)
-                digests |= {name: part_digests[name] for name in names}
-        return digests
-
-    def cache_store(self) -> Store:
-        """Return the cache. Several runs may share it, so each run has a folder of its own for unfinished entries."""
-        folder = Path(self.settings.cache) if self.settings.cache else self.out / "cache"
-        return Store(folder, folder / f".{digest_json(str(self.out.absolute()))}.parts")
-
     def chosen_device(self) -> torch.device:
         return self.ranks.device or chosen_device(self.settings.device)
-
-    @contextmanager
-    def encoders(self) -> Iterator[Encoders]:
-        """Give the functions that encode images and captions. Only one of their two models is in memory at a time.
-
-        Each model is loaded at its first use. If the cache has every entry, neither is loaded. A run that streams keeps
-        both in memory and uses them after this context too.
-        """
-        settings, device = self.settings, self.chosen_device()
-        loaded: Json = {}
-
-        def model(kind: str, load: Callable[[str], Any]) -> Any:
-            if kind not in loaded:
-                if not settings.stream:
-                    loaded.clear()
-                loaded[kind] = load(settings.source(kind))
-            return loaded[kind]
-
-        def encode_pixels(pixels: torch.Tensor) -> torch.Tensor:
-            # The VAE runs in float32. It runs once for each image, and every step would inherit its rounding errors.
-            vae = model("autoencoder", lambda source: load_autoencoder(source, device, torch.float32))
-            return encode_images(vae, pixels, poll=self.check_cancelled) * vae.config.scaling_factor
-
-        def encode_caption(caption: str, instruction: bool) -> tuple[torch.Tensor, torch.Tensor]:
-            encoder = model(
-                "text_encoder", lambda source: load_encoder(source, device, settings.dtype, settings.reference)
-            )
-            return encode_prompts(encoder, [caption], instruction)
-
-        try:
-            yield Encoders(encode_pixels, encode_caption)
-        finally:
-            if not settings.stream:
-                loaded.clear()
-
-    def prepare_phase(
-        self,
-        samples: Sequence[Sample],
-        phase: Phase,
-        ids: ModelIds,
-        encode: Encoders,
-        broken: BrokenImages,
-        silent: bool,
-    ) -> PhaseData:
-        """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
-        settings = self.settings
-        on_progress = ignore if silent else self.on_progress
-        buckets = [choose_bucket(sample.size, sample.resolution) for sample in samples]
-        cached = 0 if settings.stream else len(samples)
-        cache = build_cache(
-            samples[:cached],
-            buckets[:cached],
-            self.cache_store(),
-            encode,
-            ids,
-            self.check_cancelled,
-            partial(on_progress, "latents and captions"),
-            broken,
-        )
-        variants = groups_of(samples)
-        training, held_out = hold_out(samples, variants, settings.validation.share)
-        described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
-        order = [described, ids, training, phase.batch, phase.accumulate]
-        if settings.stream:
-            stream = Stream(samples, buckets, encode, cache.empty)
-            # The files of a streamed data set are too large for a digest of their contents.
-            return PhaseData(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
-        entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
-        return PhaseData(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
 
     # The model
 
@@ -1172,27 +1051,3 @@ def describe_config(settings: TrainingSettings) -> Json:
         if method.layers:
             config["layers"] = list(method.layers)
     return config
-
-
-def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
-    """Return the samples of each phase without the `broken` images, and log their names.
-
-    Raises an error that names all of them, unless `skip_broken` is set and all of them are unreadable files.
-    """
-    faults = list(broken.values())
-    if not (skip_broken and all(map(is_unreadable, faults))):
-        Faults(faults).check()
-    warn_of_skipped(faults)
-    readable = [
-        [
-            sample
-            for sample in phase
-            if files_of(sample) not in broken
-            and (sample.control is None or files_of(control_sample(sample)) not in broken)
-        ]
-        for phase in samples
-    ]
-    for number, phase in enumerate(readable, 1):
-        if not phase:
-            raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
-    return readable

@@ -423,7 +423,7 @@ def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, chec
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.skipif(OLD, reason="FSDP2"))])
 def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed, monkeypatch, parallel):
     settings = make(parallel=parallel)
-    real = trainer.encode_images
+    real = cache.encode_images
 
     def cancel_second_rank(rank):
         calls = []
@@ -434,7 +434,7 @@ def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed,
                 raise KeyboardInterrupt
             return real(*values, poll=poll)
 
-        monkeypatch.setattr(trainer, "encode_images", encode_images)
+        monkeypatch.setattr(cache, "encode_images", encode_images)
 
     errors = fail(settings, 2, before=cancel_second_rank)
     assert [kind for kind, _ in errors] == ["KeyboardInterrupt"] * 2

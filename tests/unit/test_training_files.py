@@ -22,7 +22,7 @@ from sana_core.errors import (
     TrainingError,
     VersionError,
 )
-from sana_core.training import states, trainer
+from sana_core.training import cache, states, trainer
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import append_log, find_states, read_log, read_losses
 
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_settings_and_captions_is_told_before_models_are_read
     def never(*values):
         raise AssertionError
 
-    monkeypatch.setattr(trainer, "fingerprint", never)
+    monkeypatch.setattr(cache, "fingerprint", never)
     with pytest.raises(InputError, match="^rank: got 3, but the run"):
         trainer.train(make(method=Method(rank=3)))
     write_pictures(tmp_path / "bare", 1)
@@ -501,7 +501,7 @@ def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
     remaining = [
         out / ".sana-batch" / "run-0123" / ".state-6.part",
         out / ".sana-batch" / "gone-4567" / ".gone-2.part",
-        trainer.Trainer(run_settings).cache_store().parts,
+        cache.store_of(run_settings).parts,
     ]
     for folder in remaining:
         (folder / "transformer").mkdir(parents=True)

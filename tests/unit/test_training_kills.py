@@ -104,12 +104,12 @@ def test_a_signal_while_a_streamed_run_encodes_saves_the_finished_steps(tmp_path
     out, encoding = tmp_path / "out", tmp_path / "encoding"
 
     def encode_for_ever():
-        from sana_core.training import trainer
+        from sana_core.training import cache
 
         if number != signal.SIGINT:
             # Tests that run under nohup inherit an ignored SIGHUP.
             signal.signal(number, signal.SIG_DFL)
-        real, calls = trainer.encode_images, []
+        real, calls = cache.encode_images, []
 
         def encode_images(*values, poll):
             calls.append(1)
@@ -119,7 +119,7 @@ def test_a_signal_while_a_streamed_run_encodes_saves_the_finished_steps(tmp_path
                 time.sleep(0.01)
             return real(*values, poll=poll)
 
-        trainer.encode_images = encode_images
+        cache.encode_images = encode_images
 
     process = command("train", file, before=encode_for_ever)
     while process.poll() is None and not encoding.exists():

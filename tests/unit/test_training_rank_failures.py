@@ -74,7 +74,7 @@ PHASES = {
     "device": Failing(ranks, "choose_device", InputError("device: got cuda:1 in this test")),
     "settings": Failing(trainer, "check_base", MissingFileError("model: not here in this test")),
     "data": Failing(trainer, "read_samples", ReadError("broken.png: in this test")),
-    "encoding": Failing(Trainer, "prepare_phase", MEMORY),
+    "encoding": Failing(trainer, "prepare_phase", MEMORY),
     "loading": Failing(Trainer, "load_base", MEMORY),
     "dividing": Failing(trainer, "lay_out", MEMORY),
     "step": Failing(trainer, "seeded_dropout", MEMORY, calls=2),
