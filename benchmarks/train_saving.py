@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import write
-from sana_core.training import trainer
+from sana_core.training import states
 from sana_core.training.settings import Method, Validation, read_settings
 from sana_core.training.trainer import train
 
@@ -30,7 +30,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     phase = replace(settings.phase[0], steps=STEPS)
     settings = replace(settings, phase=(phase,), method=method, validation=Validation(), save_every=EVERY, keep=1)
-    write_state = trainer.write_state
+    write_state = states.write_state
 
     def at_once(*values: Any) -> Callable[[], None]:
         write_state(*values)()
@@ -38,7 +38,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for way, function in (("behind", write_state), ("at_once", at_once)):
-        trainer.write_state = function
+        states.write_state = function
         times: list[float] = []
         steps: list[float] = []
 
@@ -51,7 +51,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
                 train(replace(settings, out=folder, cache=cache), report)
                 size = sum(file.stat().st_size for file in Path(folder, "steps").rglob("*") if file.is_file())
         finally:
-            trainer.write_state = write_state
+            states.write_state = write_state
         # Seconds between two steps. The minimum with and without a state, because other programs use the machine too.
         between = [after - before - step for (before, after), step in zip(pairwise(times), steps[1:], strict=True)]
         saving = min(between[number - 1] for number in range(EVERY, STEPS, EVERY)) - min(between)

@@ -37,6 +37,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
+from . import optimizers, states, trained_model
 from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
 from .came import CAME
 from .dataset import SHEET, Faults, is_unreadable, warn_of_skipped
@@ -55,19 +56,6 @@ from .loss import (
     training_sigmas,
     validation_noise,
     validation_times,
-)
-from .optimizers import (
-    DDP,
-    OPTIMIZERS,
-    average_decay,
-    averaged_weights,
-    has_failed_restore,
-    make_optimizer,
-    set_learning_rate,
-    start_average,
-    step_optimizer,
-    update_average,
-    validation_weights,
 )
 from .previews import Inputs, check_own, encode_validation, generate_validation, write_sheet
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
@@ -89,41 +77,7 @@ from .schedule import (
 )
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
-from .states import (
-    Line,
-    RunLog,
-    SavedState,
-    adopt_states,
-    begin_run,
-    check_config,
-    check_finite,
-    check_folder,
-    check_places,
-    find_states,
-    note_published,
-    note_validation,
-    publish,
-    read_run,
-    read_state,
-    remove_older,
-    restore,
-    step_folder,
-    tensors_of,
-    write_state,
-    writing,
-)
-from .trained_model import (
-    adapter_tensors,
-    add_adapter,
-    begin_at,
-    begin_controlnet,
-    check_layers,
-    check_steerable,
-    merged,
-    quantise_base,
-    without_dropout,
-    write_adapter,
-)
+from .states import Line, RunLog
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -284,9 +238,9 @@ class Trainer:
 
             def begin() -> Hold:
                 make_folder(self.out)
-                with writing(self.out):
+                with states.writing(self.out):
                     folder_hold = stack.enter_context(hold(self.out))
-                    adopt_states(self.out)
+                    states.adopt_states(self.out)
                     return folder_hold
 
             folder_hold = self.ranks.run_on_rank0(begin)
@@ -303,7 +257,7 @@ class Trainer:
         settings = self.settings
         names = () if settings.method.whole else (self.lora_file, self.last_file)
         self.config = describe_config(settings)
-        self.ranks.run_on_rank0(lambda: check_folder(self.out, names, len(settings.phase), self.config))
+        self.ranks.run_on_rank0(lambda: states.check_folder(self.out, names, len(settings.phase), self.config))
         if settings.validation.prompts:
             self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
 
@@ -326,7 +280,7 @@ class Trainer:
         self.check_held()
         if self.ranks.first:
             # A file of others is reported while the progress can still be saved.
-            check_places(self.out)
+            states.check_places(self.out)
         self.poll()
 
     def check_cancelled_together(self) -> None:
@@ -422,7 +376,7 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        return self.ranks.launched and self.settings.parallel.kind != DDP
+        return self.ranks.launched and self.settings.parallel.kind != optimizers.DDP
 
     def set_up(self, transformer: SanaTransformer2DModel, shift: float, device: torch.device | None = None) -> None:
         """Make `transformer` ready for training: its adapter or ControlNet, device, shards, optimizer and average.
@@ -434,13 +388,13 @@ class Trainer:
         if method.kind == "full":
             transformer.requires_grad_(True)
         elif method.kind == "controlnet":
-            self.controlnet = begin_controlnet(transformer, method.blocks, getattr(torch, method.weights))
+            self.controlnet = trained_model.begin_controlnet(transformer, method.blocks, getattr(torch, method.weights))
         else:
-            add_adapter(transformer, method, settings.seed)
+            trained_model.add_adapter(transformer, method, settings.seed)
             if needs_start(settings):
-                begin_at(transformer, method)
+                trained_model.begin_at(transformer, method)
             if method.base != "full":
-                quantise_base(transformer)
+                trained_model.quantise_base(transformer)
         for model in self.models:
             if device is not None and not self.is_sharded:
                 model.to(device)
@@ -455,12 +409,12 @@ class Trainer:
         else:
             self.parameters = local_parameters(self.layout)
         chosen = settings.optimizer
-        self.optimizer = make_optimizer(
+        self.optimizer = optimizers.make_optimizer(
             chosen.name, list(self.parameters.values()), 0.0, chosen.weight_decay, d0=chosen.d0, d_coef=chosen.d_coef
         )
         if self.layout.shards is not None and isinstance(self.optimizer, CAME):
             self.optimizer.total = ranks.all_reduce
-        self.average = start_average(self.parameters) if chosen.ema else None
+        self.average = optimizers.start_average(self.parameters) if chosen.ema else None
 
     @property
     def models(self) -> list[Any]:
@@ -477,11 +431,11 @@ class Trainer:
     def resume(self) -> None:
         """Restore the newest state of the run's folder, and find the next step."""
         ranks = self.ranks
-        ranks.run_on_rank0(partial(begin_run, self.out, self.parts, self.config))
+        ranks.run_on_rank0(partial(states.begin_run, self.out, self.parts, self.config))
         # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
-        steps = ranks.broadcast([step for step, _ in find_states(self.out)])
+        steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
-            self.resume_at(step_folder(self.out, steps[-1]))
+            self.resume_at(states.step_folder(self.out, steps[-1]))
         self.progress, self.groups = advance(self.progress, self.data, self.settings)
         self.saved = self.progress.step
         if self.groups:
@@ -490,9 +444,9 @@ class Trainer:
 
     def resume_at(self, newest: Path) -> None:
         """Restore the state in the folder `newest`. An epoch whose images or batches have changed begins again."""
-        saved, tensors = self.ranks.run_on_all(lambda: read_state(newest, self.layout))
-        check_config(self.config, saved.config, self.out)
-        restore(self.parameters, self.optimizer, self.average, tensors, saved.values, newest.name)
+        saved, tensors = self.ranks.run_on_all(lambda: states.read_state(newest, self.layout))
+        states.check_config(self.config, saved.config, self.out)
+        states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, newest.name)
         self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
         if same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
             return
@@ -565,7 +519,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            if has_failed_restore(error):
+            if optimizers.has_failed_restore(error):
                 step = self.progress.step
                 logger.error("step %d is not saved, because its weights were not restored after a validation", step)
             elif self.ranks.all_know(error):
@@ -607,11 +561,11 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Hold the weights to validate and save in the parameters: the moving average, if there is one."""
-        with validation_weights(self.optimizer), without_dropout(self.transformer):
+        with optimizers.validation_weights(self.optimizer), trained_model.without_dropout(self.transformer):
             if self.average is None:
                 yield
             else:
-                with averaged_weights(self.parameters, self.average):
+                with optimizers.averaged_weights(self.parameters, self.average):
                     yield
 
     @torch.no_grad()
@@ -684,11 +638,11 @@ class Trainer:
         dtype = getattr(torch, settings.dtype)
         if not settings.method.whole:
             (transformer,) = models
-            tensors = adapter_tensors(transformer, dtype)
+            tensors = trained_model.adapter_tensors(transformer, dtype)
             if settings.method.base != "full":
                 transformer = load_transformer(settings.model, transformer.device, dtype, None, settings.reference)
-                add_adapter(transformer, settings.method, settings.seed)
-            with merged(transformer, tensors):
+                trained_model.add_adapter(transformer, settings.method, settings.seed)
+            with trained_model.merged(transformer, tensors):
                 yield [transformer]
             return
         trained = [
@@ -715,11 +669,11 @@ class Trainer:
         complete: Callable[[], None] | None = None
         step = self.progress.step
         if step != self.saved:
-            tensors, values = tensors_of(self.parameters, self.optimizer, self.average)
-            self.ranks.run_on_all(partial(check_finite, tensors, step))
+            tensors, values = states.tensors_of(self.parameters, self.optimizer, self.average)
+            self.ranks.run_on_all(partial(states.check_finite, tensors, step))
             digests = [phase.digest for phase in self.data]
-            state = SavedState(self.progress, values, self.config, digests, self.best, self.validated)
-            complete = write_state(self.out, self.parts, state, tensors, self.gather_and_export, self.layout)
+            state = states.SavedState(self.progress, values, self.config, digests, self.best, self.validated)
+            complete = states.write_state(self.out, self.parts, state, tensors, self.gather_and_export, self.layout)
             self.saved = step
         best, validated = self.best, self.validated
 
@@ -727,10 +681,10 @@ class Trainer:
             if complete is not None:
                 complete()
             elif step and validated == step:
-                note_validation(step_folder(self.out, step), self.parts, best, validated)
+                states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
             try:
                 # Without a new state too: a run that was killed after its last state has not removed the old ones.
-                remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
+                states.remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
             except OSError as error:
                 logger.warning("older states are not removed now (%s)", error)
 
@@ -771,7 +725,7 @@ class Trainer:
                 models[-1].save_pretrained(folder / self.weights_folder)
             return
         (transformer,) = models
-        tensors = adapter_tensors(transformer, getattr(torch, settings.dtype))
+        tensors = trained_model.adapter_tensors(transformer, getattr(torch, settings.dtype))
         method = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
         metadata = {
             "base": Path(settings.model).name,
@@ -779,7 +733,7 @@ class Trainer:
             "reference": transformer.config.reference,
             "settings": json.dumps(method),
         }
-        write_adapter(folder / self.lora_file, transformer, tensors, settings.method, metadata)
+        trained_model.write_adapter(folder / self.lora_file, transformer, tensors, settings.method, metadata)
 
     # A step
 
@@ -963,12 +917,14 @@ class Trainer:
     def apply_gradients(self, rate: float) -> None:
         """Let the optimizer take its step at the learning rate `rate`, and update the average."""
         settings, step = self.settings, self.progress.step
-        set_learning_rate(self.optimizer, rate)
+        optimizers.set_learning_rate(self.optimizer, rate)
         device = next(iter(self.parameters.values())).device
-        step_optimizer(self.optimizer, torch.Generator(device).manual_seed(settings.seed + step))
+        optimizers.step_optimizer(self.optimizer, torch.Generator(device).manual_seed(settings.seed + step))
         self.optimizer.zero_grad()
         if self.average is not None:
-            update_average(self.average, self.parameters, average_decay(settings.optimizer.ema, step))
+            optimizers.update_average(
+                self.average, self.parameters, optimizers.average_decay(settings.optimizer.ema, step)
+            )
 
     # The result
 
@@ -983,14 +939,14 @@ class Trainer:
 
     def publish_result(self, best: Best | None) -> Path:
         """Copy the LoRAs of the `best` and the last step into the run's folder. Whole weights stay in their state."""
-        last = step_folder(self.out, self.progress.step)
-        chosen = last if best is None else step_folder(self.out, best.step)
+        last = states.step_folder(self.out, self.progress.step)
+        chosen = last if best is None else states.step_folder(self.out, best.step)
         if self.settings.method.whole:
-            note_published(self.out, self.parts, chosen)
+            states.note_published(self.out, self.parts, chosen)
             return chosen / self.weights_folder
         if best is not None:
-            publish(self.out, self.parts, self.last_file, last)
-        return publish(self.out, self.parts, self.lora_file, chosen)
+            states.publish(self.out, self.parts, self.last_file, last)
+        return states.publish(self.out, self.parts, self.lora_file, chosen)
 
 
 def check_base(settings: TrainingSettings) -> float:
@@ -1009,18 +965,18 @@ def check_base(settings: TrainingSettings) -> float:
             "model: got one that is not SANA-Sprint with loss consistency, expected SANA-Sprint; set loss.kind to flow"
         )
     if settings.method.kind == "controlnet":
-        check_steerable(module.config, settings.method.blocks)
+        trained_model.check_steerable(module.config, settings.method.blocks)
     if not settings.method.whole:
-        check_layers(dict(module.named_modules()), settings.method)
+        trained_model.check_layers(dict(module.named_modules()), settings.method)
     if needs_start(settings):
-        add_adapter(module, settings.method, settings.seed)
-        begin_at(module, settings.method)
+        trained_model.add_adapter(module, settings.method, settings.seed)
+        trained_model.begin_at(module, settings.method)
     return shift_of(info, None, settings.reference)
 
 
 def needs_start(settings: TrainingSettings) -> bool:
     """Whether a run begins with the file `method.start`. A run with a saved state resumes without it."""
-    return bool(settings.method.start) and not find_states(Path(settings.out))
+    return bool(settings.method.start) and not states.find_states(Path(settings.out))
 
 
 def describe_config(settings: TrainingSettings) -> Json:
@@ -1029,14 +985,14 @@ def describe_config(settings: TrainingSettings) -> Json:
     config: Json = {"seed": settings.seed, "dtype": settings.dtype}
     config |= {"reference": settings.reference, "optimizer": settings.optimizer.name}
     config |= {"ema": bool(settings.optimizer.ema), "method": method.kind}
-    if OPTIMIZERS[settings.optimizer.name].finds_rate:
+    if optimizers.OPTIMIZERS[settings.optimizer.name].finds_rate:
         config["d0"] = settings.optimizer.d0
     if method.base != "full":
         config["base"] = method.base
     if settings.loss.kind != FLOW:
         config["loss"] = settings.loss.kind
     if method.start:
-        run = read_run(Path(settings.out))[0] or {}
+        run = states.read_run(Path(settings.out))[0] or {}
         if "start" in run and not Path(method.start).exists():
             # A run with a saved state resumes without the file.
             config["start"] = run["start"]

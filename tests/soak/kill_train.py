@@ -144,10 +144,10 @@ def in_save(number: int) -> Prepare:
                 if count == number:
                     die()
 
-        write, trainer.remove_older = watched(trainer.write_state), watched(trainer.remove_older)
+        write, states.remove_older = watched(states.write_state), watched(states.remove_older)
         # Another thread calls the returned function, which has to be watched too.
-        trainer.write_state = lambda *values: watched(write(*values))
-        trainer.publish = watched(trainer.publish)
+        states.write_state = lambda *values: watched(write(*values))
+        states.publish = watched(states.publish)
         sys.addaudithook(hook)
 
     return prepare

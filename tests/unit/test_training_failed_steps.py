@@ -331,9 +331,9 @@ def test_a_failed_step_frees_its_tensors_before_the_state_is_saved(make, monkeyp
 def test_a_failure_inside_the_optimizer_saves_nothing(make, check_resumed, monkeypatch, optimizer):
     settings = make(stream=False, optimizer=replace(make().optimizer, name=optimizer))
     settings = replace(settings, save_every=2)
-    real = trainer.step_optimizer
+    real = optimizers.step_optimizer
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
+        patch.setattr(optimizers, "step_optimizer", after_calls(real, 4, raising(MemoryError("half a step"))))
         fail(settings, 1)
     check_resumed(settings, step=2)
 

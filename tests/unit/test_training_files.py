@@ -426,7 +426,7 @@ def test_a_first_state_that_was_complete_but_not_moved_is_used_by_the_next_start
 
 @pytest.mark.parametrize("kind", ["parameter", "optimizer"])
 def test_numbers_that_are_none_are_neither_saved_nor_published(make, out, monkeypatch, kind):
-    real = trainer.tensors_of
+    real = states.tensors_of
 
     def spoiled(*learned):
         tensors, values = real(*learned)
@@ -435,7 +435,7 @@ def test_numbers_that_are_none_are_neither_saved_nor_published(make, out, monkey
             tensors[name] = torch.full_like(tensors[name], float("nan"))
         return tensors, values
 
-    monkeypatch.setattr(trainer, "tensors_of", spoiled)
+    monkeypatch.setattr(states, "tensors_of", spoiled)
     with pytest.raises(TrainingError, match=rf"^training: after step 4 {kind}\..* is not finite; lower learning_rate"):
         trainer.train(make())
     assert [step for step, _ in find_states(out)] == [2] and not (out / "x.safetensors").exists()

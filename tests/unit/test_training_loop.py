@@ -10,7 +10,7 @@ from pictures import write_pictures
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import trainer
+from sana_core.training import optimizers, trainer
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import describe_validation, find_states
 
@@ -183,13 +183,13 @@ def test_an_epoch_whose_pictures_have_changed_begins_again(run_on):
 
 def test_the_steps_of_all_phases_count_for_rounding_and_for_the_average(settings, monkeypatch):
     seeds, steps = [], []
-    step_optimizer, average_decay = trainer.step_optimizer, trainer.average_decay
+    step_optimizer, average_decay = optimizers.step_optimizer, optimizers.average_decay
     monkeypatch.setattr(
-        trainer,
+        optimizers,
         "step_optimizer",
         lambda *arguments: seeds.append(arguments[1].initial_seed()) or step_optimizer(*arguments),
     )
-    monkeypatch.setattr(trainer, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
+    monkeypatch.setattr(optimizers, "average_decay", lambda ema, step: steps.append(step) or average_decay(ema, step))
     trainer.train(settings(steps=2, phases=2, seed=5, optimizer=Optimizer(ema=0.9)))
     assert seeds == [5, 6, 7, 8] and steps == [0, 1, 2, 3]
 

@@ -11,7 +11,7 @@ from pictures import write_pictures
 from trained import lines_of
 
 from sana_core.errors import InputError, MissingFileError, ReadError
-from sana_core.training import cache, ranks, sharding, states, trainer
+from sana_core.training import cache, optimizers, ranks, sharding, states, trained_model, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
 from sana_core.training.trainer import Trainer
@@ -78,7 +78,7 @@ PHASES = {
     "loading": Failing(Trainer, "load_base", MEMORY),
     "dividing": Failing(trainer, "lay_out", MEMORY),
     "step": Failing(trainer, "seeded_dropout", MEMORY, calls=2),
-    "optimizer": Failing(trainer, "step_optimizer", MEMORY, calls=1),
+    "optimizer": Failing(optimizers, "step_optimizer", MEMORY, calls=1),
     "log": Failing(states.RunLog, "add", DISK, calls=2, victims=(0,)),
     # One image is loaded by each validation, and by steps 2 and 4, which have the fifth image of an epoch.
     "image of a validation": Failing(
@@ -87,13 +87,13 @@ PHASES = {
     "validation": Failing(Trainer, "image_loss", MEMORY, calls=20, saved=2, saved_by_ddp=4),
     "image of a preview": Failing(trainer, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
     "gathering for a preview": Failing(trainer, "gather", MEMORY),
-    "values of a state": Failing(trainer, "check_finite", MEMORY),
+    "values of a state": Failing(states, "check_finite", MEMORY),
     "parts of a state": Failing(sharding, "divide_tensor", MEMORY),
     "disk of a state": Failing(sharding, "sync", DISK),
     "moving a state": Failing(states, "write_document", DISK, victims=(0,)),
-    "export": Failing(trainer, "write_adapter", DISK, victims=(0,)),
+    "export": Failing(trained_model, "write_adapter", DISK, victims=(0,)),
     "gathering for an export": Failing(trainer, "gather", MEMORY, calls=1),
-    "result": Failing(trainer, "publish", DISK, victims=(0,)),
+    "result": Failing(states, "publish", DISK, victims=(0,)),
 }
 # These run in parts that FSDP alone has.
 DIVIDED = {"gathering for a preview", "gathering for an export"}
