@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +17,11 @@ import torch
 
 from ..batch.pipeline import Conditioning, Models, ResolvedSettings, decode, sample
 from ..batch.plan import Embedding, ImageInputs, batch_images
-from ..checkpoints import load_autoencoder
+from ..checkpoints import load_autoencoder, load_transformer
 from ..errors import ExistingFileError, SanaError
 from ..model.controlnet import Control
 from ..model.known_models import model_defaults
-from ..runtime.atomic_files import digest_of, write_whole
+from ..runtime.atomic_files import digest_of, reason_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
@@ -29,10 +30,12 @@ from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
 from .states import Line, read_log, stranger, writing
+from .trained_model import adapter_tensors, add_adapter, merged
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
+logger = logging.getLogger(__name__)
 # The text entry of a PNG that marks it as a sheet.
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
@@ -87,6 +90,39 @@ def encode_control(encode: EncodePixels, data: bytes, name: str, size: Bucket) -
     image = np.asarray(crop_image(decode_image(data, name), size), dtype=np.float32) / 255
     pixels = torch.from_numpy(image).movedim(-1, 0)[None] * 2 - 1
     return {"latents": encode(pixels)[0].float().cpu().contiguous()}
+
+
+@contextmanager
+def as_saved(settings: TrainingSettings, models: list[Any]) -> Iterator[list[Any]]:
+    """Give `models` with the weights that another program loads from the exported files.
+
+    These weights are in the dtype of the export. An adapter on an 8-bit base is loaded on the whole base.
+    """
+    dtype = getattr(torch, settings.dtype)
+    if not settings.method.whole:
+        (transformer,) = models
+        tensors = adapter_tensors(transformer, dtype)
+        if settings.method.base != "full":
+            transformer = load_transformer(settings.model, transformer.device, dtype, None, settings.reference)
+            add_adapter(transformer, settings.method, settings.seed)
+        with merged(transformer, tensors):
+            yield [transformer]
+        return
+    trained = [
+        (module._parameters, name, parameter)
+        for module in models[-1].modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    try:
+        # The modules get other parameters for this context. If the dtype of a parameter's own data changed, DDP would
+        # not notice its gradients again.
+        for parameters, name, parameter in trained:
+            parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        yield models
+    finally:
+        for parameters, name, parameter in trained:
+            parameters[name] = parameter
 
 
 def generate_validation(
@@ -149,14 +185,29 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
 
 
 def write_sheet(out: Path, parts: Path) -> None:
-    """Write the sheet of the run in `out`, over its earlier sheet. Raises ExistingFileError for a file of others."""
+    """Write the sheet of the run in `out`, over its earlier sheet. Raises ExistingFileError for a file of others.
+
+    If it cannot be written for another reason, the log has the reason, and the next validation writes it again.
+    """
+    file = out / SHEET
+    try:
+        with writing(file):
+            check_own(file)
+            write_whole(file, draw_sheet(out), parts, replace=True)
+    except ExistingFileError:
+        raise
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
+
+
+def draw_sheet(out: Path) -> bytes:
+    """Return a PNG with the images of the validations in `out`, a column for each, and the curves of the losses."""
     from PIL import Image, ImageDraw
     from PIL.PngImagePlugin import PngInfo
 
-    file, lines = out / SHEET, read_log(out)
-    with writing(file):
-        check_own(file)
-        images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
+    lines = read_log(out)
+    images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
     best = best_step(lines)
     steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})
     thumbs = {}
@@ -184,8 +235,7 @@ def write_sheet(out: Path, parts: Path) -> None:
     mark, stream = PngInfo(), io.BytesIO()
     mark.add_text(MARK, SHEET)
     sheet.save(stream, "PNG", pnginfo=mark)
-    with writing(file):
-        write_whole(file, stream.getvalue(), parts, replace=True)
+    return stream.getvalue()
 
 
 def check_own(file: Path) -> None:

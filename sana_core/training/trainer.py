@@ -26,13 +26,13 @@ from ..checkpoints import find_part, inspect_checkpoint, load_transformer
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module
-from ..errors import ExistingFileError, InputError, SanaError, TrainingError
+from ..errors import InputError, SanaError, TrainingError
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.reference import reference_of
 from ..runtime.accelerator import chosen_device
-from ..runtime.atomic_files import digest_of, make_folder, reason_of, remove
+from ..runtime.atomic_files import digest_of, make_folder, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
@@ -57,7 +57,7 @@ from .loss import (
     validation_noise,
     validation_times,
 )
-from .previews import Inputs, check_own, encode_validation, generate_validation, write_sheet
+from .previews import Inputs, as_saved, check_own, encode_validation, generate_validation, write_sheet
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
 from .schedule import (
     Best,
@@ -614,52 +614,12 @@ class Trainer:
         """Generate and show the validation's images, and write the sheet of all validations."""
         step = self.progress.step
         assert self.inputs is not None
-        with self.as_saved(models) as saved:
+        with as_saved(self.settings, models) as saved:
             images = generate_validation(
                 self.settings, saved, self.shift, self.inputs, self.out, self.parts, step, self.check_cancelled
             )
             self.show(step, images)
-        try:
-            write_sheet(self.out, self.parts)
-        except ExistingFileError:
-            raise
-        except OSError as error:
-            # The next validation writes it again.
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
-
-    @contextmanager
-    def as_saved(self, models: list[Any]) -> Iterator[list[Any]]:
-        """Give `models` with the weights that another program loads from the exported files.
-
-        These weights are in the dtype of the export. An adapter on an 8-bit base is loaded on the whole base.
-        """
-        settings = self.settings
-        dtype = getattr(torch, settings.dtype)
-        if not settings.method.whole:
-            (transformer,) = models
-            tensors = trained_model.adapter_tensors(transformer, dtype)
-            if settings.method.base != "full":
-                transformer = load_transformer(settings.model, transformer.device, dtype, None, settings.reference)
-                trained_model.add_adapter(transformer, settings.method, settings.seed)
-            with trained_model.merged(transformer, tensors):
-                yield [transformer]
-            return
-        trained = [
-            (module._parameters, name, parameter)
-            for module in models[-1].modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
-        ]
-        try:
-            # The modules get other parameters for this context. If the dtype of a parameter's own data changed, DDP
-            # would not notice its gradients again.
-            for parameters, name, parameter in trained:
-                parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-            yield models
-        finally:
-            for parameters, name, parameter in trained:
-                parameters[name] = parameter
+        write_sheet(self.out, self.parts)
 
     # A saved state
 
@@ -721,7 +681,7 @@ class Trainer:
         """Write the files that other programs load: the adapter, or the weights in diffusers' layout."""
         settings = self.settings
         if settings.method.whole:
-            with self.as_saved(models):
+            with as_saved(settings, models):
                 models[-1].save_pretrained(folder / self.weights_folder)
             return
         (transformer,) = models

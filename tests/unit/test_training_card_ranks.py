@@ -13,6 +13,7 @@ from trainers import make_trainer, take_step, weights_of
 from sana_core.model.reference import NVIDIA
 from sana_core.training import sharding, states
 from sana_core.training.loss import seeded_dropout
+from sana_core.training.previews import as_saved
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method
@@ -122,7 +123,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
             with state.averaged():
                 gathered = state.gather_models(device, trained_alone=False)
                 if gathered:
-                    with state.as_saved(gathered) as (transformer,):
+                    with as_saved(state.settings, gathered) as (transformer,):
                         assert {weight.dtype for weight in transformer.parameters()} == {torch.bfloat16}
             return cards.peak[device] - before, 2 * sum(sizes), 4 * max(sizes)
 

@@ -15,6 +15,7 @@ from trainers import make_trainer, take_step, validation_loss, weights_of
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch
 from sana_core.training.came import CAME
+from sana_core.training.previews import as_saved
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, check_settings
@@ -104,7 +105,7 @@ def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(met
         learner = make_trainer(base, 3.0, run_settings, ranks=ranks)
         for step in range(3):
             take_step(learner, numbers(), ((0, 1), (2, 3)), TrainProgress(step), 1e-2)
-            with learner.as_saved(learner.models) if ranks.first and ranks.launched else nullcontext():
+            with as_saved(learner.settings, learner.models) if ranks.first and ranks.launched else nullcontext():
                 pass
         return {name: value.detach().clone() for name, value in learner.parameters.items()}
 
