@@ -472,10 +472,10 @@ def read_lines(path: Path, remarks: Remarks) -> Iterator[Sample | SanaError]:
                 remarks[UNLISTED].append(name)
 
 
-def attempt(read: Callable[..., T], *arguments: object) -> T | SanaError:
-    """Return the result of `read`, or the error that it raises."""
+def attempt(function: Callable[..., T], *arguments: object) -> T | SanaError:
+    """Return the result of `function`, or the error that it raises."""
     try:
-        return read(*arguments)
+        return function(*arguments)
     except SanaError as fault:
         return without_traceback(fault)
 

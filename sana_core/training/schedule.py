@@ -147,12 +147,11 @@ def prepare_phase(
     training, held_out = hold_out(samples, variants, settings.validation.share)
     described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
     order = [described, ids, training, phase.batch, phase.accumulate]
-    if settings.stream:
-        stream = Stream(samples, buckets, encode, cache.empty)
-        # The files of a streamed data set are too large for a digest of their contents.
-        return PhaseData(samples, stream, training, held_out, buckets, digest_data(order, None), variants)
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
-    return PhaseData(samples, cache, training, held_out, buckets, digest_data(order, entries), variants)
+    # The files of a streamed data set are too large for a digest of their contents.
+    digest = digest_data(order, None if settings.stream else entries)
+    source = Stream(samples, buckets, encode, cache.empty) if settings.stream else cache
+    return PhaseData(samples, source, training, held_out, buckets, digest, variants)
 
 
 def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
@@ -237,12 +236,6 @@ def same_epochs(first: str, second: str) -> bool:
     return all(
         one == other or not (one and other) for one, other in zip(first.split("-"), second.split("-"), strict=True)
     )
-
-
-def is_due(settings: TrainingSettings, progress: TrainProgress, finished: bool) -> bool:
-    """Whether there is a validation at `progress`: before the first step, every `every` steps, and at the end."""
-    every = settings.validation.every
-    return bool(every) and (progress.step % every == 0 or finished)
 
 
 def advance(

@@ -68,7 +68,6 @@ from .schedule import (
     after_step,
     all_steps_left,
     better,
-    is_due,
     learning_rate,
     prepare_phase,
     read_samples,
@@ -540,9 +539,13 @@ class Trainer:
     # A validation
 
     def validate_if_due(self) -> None:
-        """Measure the validation loss if images are held out, and generate the validation's images."""
-        step = self.progress.step
-        if self.validated == step or not is_due(self.settings, self.progress, finished=not self.groups):
+        """Measure the validation loss if images are held out, and generate the validation's images.
+
+        A validation is due before the first step, every `every` steps, and at the end.
+        """
+        step, every = self.progress.step, self.settings.validation.every
+        is_due = bool(every) and (step % every == 0 or not self.groups)
+        if not is_due or self.validated == step:
             return
         loss = None
         with self.averaged():
