@@ -52,12 +52,11 @@ def settings(batch: int, steps: int = 10**6) -> TrainingSettings:
 
 
 def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> PhaseData:
-    samples = read_dataset(folder / "data")[:PICTURES]
-    buckets = [(side, side)] * len(samples)
+    samples = [sample._replace(bucket=(side, side)) for sample in read_dataset(folder / "data")[:PICTURES]]
     cache = build_cache(
-        samples, buckets, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
+        samples, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
     )
-    return PhaseData(samples, cache, list(range(len(samples))), [], buckets, "")
+    return PhaseData(samples, cache, list(range(len(samples))), [], "")
 
 
 def random_data(folder: Path, side: int, width: int) -> PhaseData:

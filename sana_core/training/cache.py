@@ -38,7 +38,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.text import Json, brief
 from .dataset import Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
-from .images import CROP_RULE, MIDDLE, Bucket, decode_image, fit_image
+from .images import CROP_RULE, MIDDLE, decode_image, fit_image
 from .settings import TrainingSettings
 
 # Pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor.
@@ -171,7 +171,6 @@ def join_batch(
 
 def build_cache(
     samples: Sequence[Sample],
-    buckets: Sequence[Bucket],
     store: Store,
     encode: Encoders,
     ids: ModelIds,
@@ -181,7 +180,7 @@ def build_cache(
 ) -> Cache:
     """Encode the entries of `samples` that `store` does not have yet, and return all of them.
 
-    Images are cropped to their `buckets`, and so are control images, if all samples have one. All captions are encoded
+    Images are cropped to their buckets, and so are control images, if all samples have one. All captions are encoded
     before all images, so that `encode` can load one model at a time. `ids` must identify the models of `encode`. `poll`
     is called for each entry and cancels by raising. Entries that are finished stay on disk, and the next call resumes.
     `progress` gets the number of finished entries and of all entries.
@@ -190,8 +189,7 @@ def build_cache(
     If `broken` is None, an error names all of them. The other images are encoded first.
     """
     controls = [control for sample in samples for control in with_control(sample)[1:]]
-    controls = controls if len(controls) == len(samples) else []
-    images = [*zip(samples, buckets, strict=True), *zip(controls, buckets, strict=False)]
+    images = [*samples, *(controls if len(controls) == len(samples) else [])]
     total, finished = 1 + len(samples) + len(images), itertools.count(1)
     digests, paths = Digests(store), list[Path]()
     faults: BrokenImages = {} if broken is None else broken
@@ -209,13 +207,13 @@ def build_cache(
     captions = [sample.caption for sample in samples]
     texts = [encode_caption(["caption", text], partial(encode_tokens, encode.caption, text)) for text in captions]
     try:
-        for sample, bucket in images:
+        for sample in images:
             if sample.files not in faults:
                 try:
                     parts = [digests.of(place, sample.name) for place in sample.files if place]
                     crop = [] if sample.crop == MIDDLE else [sample.crop]
-                    path = store.path("latents", [parts, bucket, CROP_RULE, ids.autoencoder, *crop])
-                    pixels = None if store.has(path) else read_image(sample, bucket, parts)
+                    path = store.path("latents", [parts, sample.bucket, CROP_RULE, ids.autoencoder, *crop])
+                    pixels = None if store.has(path) else read_image(sample, parts)
                 except IMAGE_FAULTS as fault:
                     faults[sample.files] = without_traceback(fault)
                     logger.warning("%s", fault)
@@ -236,7 +234,8 @@ def with_control(sample: Sample) -> list[Sample]:
     """Return `sample`, and if it has a control image, a sample with that image."""
     if sample.control is None:
         return [sample]
-    return [sample, Sample(f"{sample.name} (control image)", "", sample.control, size=sample.size, crop=sample.crop)]
+    name = f"{sample.name} (control image)"
+    return [sample, sample._replace(name=name, image=sample.control, mask=None, control=None)]
 
 
 def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
@@ -276,9 +275,7 @@ def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
     return {name: values[:length].contiguous() for name, values in text.items()}
 
 
-def read_image(
-    sample: Sample, bucket: Bucket, digests: Sequence[str] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def read_image(sample: Sample, digests: Sequence[str] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the pixels [3, H, W] of a sample, and the weight of the loss [1, H / 32, W / 32] if it has a mask.
 
     Raises ReadError if the image and the mask do not have the `digests`, and InputError for a mask that is all black.
@@ -287,7 +284,7 @@ def read_image(
     if digests is not None and [digest_of(part) for part in parts] != digests:
         raise ReadError(f"{sample.name}: was written while it was read; wait until it is whole")
     mask = decode_image(parts[1], f"{sample.name} (mask)").convert("L") if sample.mask else None
-    pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, bucket, sample.crop)
+    pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, sample.bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black in the whole crop, expected white where to train")
     return pixels, weight
@@ -315,7 +312,6 @@ class Stream(NamedTuple):
     """Samples that are encoded for the step that uses them and are not cached. They may be larger than any disk."""
 
     samples: Sequence[Sample]
-    buckets: Sequence[Bucket]
     encode: Encoders
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
 
@@ -337,10 +333,9 @@ class Stream(NamedTuple):
         """
         readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
         for index in indices:
-            sample, bucket = self.samples[index], self.buckets[index]
-            parts = with_control(sample)
+            parts = with_control(self.samples[index])
             try:
-                pixels = [read_image(part, bucket) for part in parts]
+                pixels = list(map(read_image, parts))
             except IMAGE_FAULTS as fault:
                 broken[index] = without_traceback(fault)
                 continue
@@ -365,15 +360,15 @@ class Stream(NamedTuple):
             for sample in with_control(self.samples[index]):
                 poll()
                 try:
-                    read_image(sample, self.buckets[index])
+                    read_image(sample)
                 except IMAGE_FAULTS as fault:
                     broken[sample.files] = without_traceback(fault)
 
     def blank(self, index: int) -> Batch:
         """Return zeros in the sample's bucket with the empty prompt. A rank without images computes with them."""
-        width, height = self.buckets[index]
-        zeros = {"latents": torch.zeros(CHANNELS, height // DOWNSCALE, width // DOWNSCALE)}
         sample = self.samples[index]
+        width, height = sample.bucket
+        zeros = {"latents": torch.zeros(CHANNELS, height // DOWNSCALE, width // DOWNSCALE)}
         return join_batch([sample.name], [zeros], [self.empty], [zeros] if sample.control else [])
 
 

@@ -31,7 +31,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
 from ..runtime.file_ranges import FileRange, opened_range, read_range
 from ..runtime.text import Json, brief
-from .images import MIDDLE, OTHER_ENDINGS, Crop, decode_image, image_endings, upright_size
+from .images import MIDDLE, OTHER_ENDINGS, Bucket, Crop, decode_image, image_endings, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,7 +90,8 @@ class Sample(NamedTuple):
     captions: Captions = ()
     # Width and height of the upright image. (0, 0): its header has not been read yet.
     size: tuple[int, int] = (0, 0)
-    resolution: int = 0
+    # Width and height that it is trained at. (0, 0): not chosen yet.
+    bucket: Bucket = (0, 0)
     # Factor of the loss.
     weight: float = 1.0
     # A regularisation image.

@@ -80,8 +80,6 @@ class PhaseData(NamedTuple):
     training: list[int]
     # One variant of each image that is only validated.
     held_out: list[int]
-    # The bucket of each sample.
-    buckets: list[Bucket]
     # Changes if the epochs change. See `digest_data`.
     digest: str
     # The variants of each image by the first of them. An epoch learns one of them. Images without an entry have one.
@@ -96,7 +94,7 @@ def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
         samples = read_phase(phase, poll, settings.skip_broken)
         if has_controls:
             check_controls(samples)
-        small = [sample for sample in samples if is_smaller(sample.size, choose_bucket(sample.size, sample.resolution))]
+        small = [sample for sample in samples if is_smaller(sample.size, sample.bucket)]
         if small:
             logger.warning(
                 "dataset: %d of %d images are smaller than they are learned at and will be blurred, the first is %s "
@@ -124,7 +122,11 @@ def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Samp
     for sample in itertools.islice(itertools.cycle(prior), len(samples)):
         samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
     resolutions = (phase.resolution, *phase.resolutions)
-    return [sample._replace(resolution=resolution) for resolution in resolutions for sample in samples]
+    return [
+        sample._replace(bucket=choose_bucket(sample.size, resolution))
+        for resolution in resolutions
+        for sample in samples
+    ]
 
 
 def prepare_phase(
@@ -139,10 +141,9 @@ def prepare_phase(
     broken: BrokenImages,
 ) -> PhaseData:
     """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
-    buckets = [choose_bucket(sample.size, sample.resolution) for sample in samples]
     # A streamed run only caches the empty prompt.
-    cached = 0 if settings.stream else len(samples)
-    cache = build_cache(samples[:cached], buckets[:cached], store, encode, ids, poll, progress, broken)
+    cached = () if settings.stream else samples
+    cache = build_cache(cached, store, encode, ids, poll, progress, broken)
     variants = groups_of(samples)
     training, held_out = hold_out(samples, variants, settings.validation.share)
     described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
@@ -150,8 +151,8 @@ def prepare_phase(
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
     # The files of a streamed data set are too large for a digest of their contents.
     digest = digest_data(order, None if settings.stream else entries)
-    source = Stream(samples, buckets, encode, cache.empty) if settings.stream else cache
-    return PhaseData(samples, source, training, held_out, buckets, digest, variants)
+    source = Stream(samples, encode, cache.empty) if settings.stream else cache
+    return PhaseData(samples, source, training, held_out, digest, variants)
 
 
 def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
@@ -257,7 +258,7 @@ def advance(
 
 def plan(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[Group]:
     """Return the groups of batches of an epoch, one for each step."""
-    buckets = [data.buckets[index] for index in data.training]
+    buckets = [data.samples[index].bucket for index in data.training]
     batches = plan_epoch(buckets, phase.batch, seed, epoch)
     batches = [[data.training[index] for index in batch] for batch in batches]
     # All variants of an image have its shape, so they can be chosen after the batches are made.

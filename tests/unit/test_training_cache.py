@@ -79,11 +79,8 @@ def make_data(folder):
 
 
 def build(folder, data, models, ids=IDS, resolution=128, **options):
-    samples = read_dataset(data)
-    buckets = [choose_bucket(sample.size, resolution) for sample in samples]
-    return build_cache(
-        samples, buckets, Store(folder), Encoders(models.encode_pixels, models.encode_caption), ids, **options
-    )
+    samples = [sample._replace(bucket=choose_bucket(sample.size, resolution)) for sample in read_dataset(data)]
+    return build_cache(samples, Store(folder), Encoders(models.encode_pixels, models.encode_caption), ids, **options)
 
 
 def content(folder):
@@ -133,8 +130,8 @@ def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
         embeds, mask = models.encode_caption(caption, instruction)
         return embeds.bfloat16(), mask
 
-    samples = read_dataset(data)[:1]
-    cache = build_cache(samples, [(128, 128)], Store(tmp_path / "cache"), Encoders(models.encode_pixels, half), IDS)
+    samples = [sample._replace(bucket=(128, 128)) for sample in read_dataset(data)[:1]]
+    cache = build_cache(samples, Store(tmp_path / "cache"), Encoders(models.encode_pixels, half), IDS)
     batch = cache.load([0])
     expected = sana_core.encode_prompts(models.encoder, CAPTIONS[:1])[0].bfloat16()
     assert batch.embeds.dtype == cache.empty["embeds"].dtype == torch.bfloat16
@@ -392,10 +389,10 @@ def test_broken_pictures_and_black_masks_are_named(tmp_path, data, models):
     (lambda latents: latents[:, :16], r"^0.png: got latents \[16, 4, 4\], expected \[32, 4, 4\]"),
 ])  # fmt: skip
 def test_latents_that_cannot_be_are_not_kept(tmp_path, data, models, spoil, said):
-    samples = read_dataset(data)[:1]
+    samples = [sample._replace(bucket=(128, 128)) for sample in read_dataset(data)[:1]]
     with pytest.raises(InputError, match=said):
         build_cache(
-            samples, [(128, 128)], Store(tmp_path / "cache"),
+            samples, Store(tmp_path / "cache"),
             Encoders(lambda pixels: spoil(models.encode_pixels(pixels)), models.encode_caption), IDS,
         )  # fmt: skip
     assert not list((tmp_path / "cache").glob("latents/*/*"))
@@ -408,7 +405,7 @@ def test_embeddings_that_cannot_be_are_not_kept(tmp_path, data, models):
 
     with pytest.raises(InputError, match=r"^caption: its embeddings hold NaN or infinity \(\)"):
         encode = Encoders(models.encode_pixels, spoiled)
-        build_cache(read_dataset(data), [(128, 128)] * 4, Store(tmp_path / "cache"), encode, IDS)
+        build_cache(read_dataset(data), Store(tmp_path / "cache"), encode, IDS)
     assert content(tmp_path / "cache") == {} if (tmp_path / "cache").exists() else True
 
 

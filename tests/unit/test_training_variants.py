@@ -30,7 +30,7 @@ def phase(tmp_path):
 def test_a_phase_without_settings_is_its_data_set(phase):
     plain = read_dataset(tmp := phase.data[0])
     samples = vary(read_phase(phase, no_poll), phase)
-    assert [item._replace(group=0, resolution=0) for item in samples] == plain and tmp
+    assert [item._replace(group=0, bucket=(0, 0)) for item in samples] == plain and tmp
     assert groups_of(samples) == {0: [0], 1: [1], 2: [2]}
 
 
@@ -41,11 +41,11 @@ def test_repeats_weights_sizes_and_as_many_regularisation_images(phase, tmp_path
     )
     samples = read_phase(run_settings, no_poll)
     assert len(samples) == (2 * 3 + 6) * 2
-    assert Counter((item.resolution, item.prior, item.weight) for item in samples) == {
-        (size, is_prior, weight): 6 for size in (128, 64) for is_prior, weight in ((False, 0.5), (True, 0.25))
+    assert Counter((item.bucket, item.prior, item.weight) for item in samples) == {
+        ((size, size), is_prior, weight): 6 for size in (128, 64) for is_prior, weight in ((False, 0.5), (True, 0.25))
     }
     # four of them are enough for six
-    names = Counter(item.name for item in samples if item.prior and item.resolution == 128)
+    names = Counter(item.name for item in samples if item.prior and item.bucket == (128, 128))
     assert sorted(names.values()) == [1, 1, 2, 2]
 
 
@@ -120,13 +120,13 @@ def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_pat
     prepared.prepare_data()
     (data,) = prepared.data
     held = {data.samples[index].name for index in data.held_out}
-    assert len(data.held_out) == len(held) and all(data.samples[index].resolution == 128 for index in data.held_out)
+    assert len(data.held_out) == len(held) and all(data.samples[index].bucket == (128, 128) for index in data.held_out)
     assert not any(data.samples[index].name in held for index in data.training if not data.samples[index].prior)
     epochs = [
         [item for group in plan(run_settings, data, 0, epoch) for batch in group for item in batch] for epoch in (0, 1)
     ]
     assert epochs[0] != epochs[1] and all(len(item) == len(data.training) for item in epochs)
     assert {data.samples[item].crop.mirrored for item in epochs[0]} == {True, False}
-    assert {data.buckets[item] for item in epochs[0]} >= {choose_bucket((128, 128), side) for side in (128, 160)}
+    assert {data.samples[item].bucket for item in epochs[0]} >= {choose_bucket((128, 128), side) for side in (128, 160)}
     trainer.train(settings)
     assert len([line for line in read_log(tmp_path / "out") if "loss" in line]) == 2 * len(data.training)
