@@ -7,8 +7,8 @@ derivative of F along the trajectory (JVP), which one forward computes.
 
 Sources: SANA-Sprint (arXiv 2503.09641), section 3; sCM (arXiv 2410.11081), sections 3 and 4; the arithmetic and its
 constants as in train_scripts/train_scm_ladd.py and configs/sana_sprint_config of NVlabs/Sana, and in diffusers'
-examples/research_projects/sana/train_sana_sprint_diffusers.py. Of theirs, what learns the weight of each time and the
-adversarial loss (LADD) are not here.
+examples/research_projects/sana/train_sana_sprint_diffusers.py. Their learned weight of each time and their adversarial
+loss (LADD) are not implemented.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def training_guidance(choices: torch.Tensor) -> torch.Tensor:
 
 
 def data_point(x0: torch.Tensor, noise: torch.Tensor, angle: torch.Tensor) -> Point:
-    """Return the point at `angle` [B] between latents and noise [B, 32, h, w], with the velocity of just these."""
+    """Return the point at `angle` [B] between latents and noise [B, 32, h, w], and the velocity there."""
     cos, sin = parts_of(angle)
     return Point(cos * x0 + sin * noise, angle, cos * noise - sin * x0)
 
@@ -265,13 +265,13 @@ def trigflow_velocity(
 def tangent(transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, ramp: float = 1.0) -> torch.Tensor:
     """Return how x0 changes along the trajectory at `point`, as cos(t) dx0/dt [B, 32, h, w].
 
-    `ramp` is the share, from 0 to 1, of what makes young models unstable: the model's own derivative with what belongs
-    to it (sCM, section 4.1, tangent warmup).
+    `ramp`, from 0 to 1, scales the terms with the model's own derivative. They are unstable at the start of a training
+    (sCM, section 4.1, tangent warmup).
     """
     cos, sin = parts_of(point.angle)
-    # the fused kernels of attention have no derivative in a direction
+    # The fused kernels of attention have no forward-mode derivative.
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        # times cos(t) sin(t), so that it stays small at either end (sCM, section 4.1, JVP rearrangement)
+        # Multiplied by cos(t) sin(t), so that it stays small at both ends (sCM, section 4.1, JVP rearrangement).
         x = forward_ad.make_dual(point.x, cos * sin * point.velocity)
         angle = forward_ad.make_dual(point.angle, (cos * sin).flatten())
         predicted, change = forward_ad.unpack_dual(trigflow_velocity(transformer, x, angle, prompt))
@@ -286,9 +286,9 @@ def consistency_loss(
     ramp: float,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the loss [B] whose gradient moves F against its normalised tangent; `weight` is as in `flow_loss`.
+    """Return the loss [B] whose gradient moves F against its normalised tangent. `weight` is as in `flow_loss`.
 
-    Its value is not an error: it is the length of the normalised tangent, divided by the size of the latents.
+    Its value is not an error. It is the length of the normalised tangent, divided by the size of the latents.
     """
     step = DATA_STD * tangent(transformer, point, prompt, ramp)
     step = step / (torch.linalg.vector_norm(step, dim=(1, 2, 3), keepdim=True) + SMALLEST_NORM)
@@ -299,5 +299,5 @@ def consistency_loss(
 def consistency_error(
     transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the squared tangent [B]: 0 for a model that gives the same x0 all along the trajectory."""
+    """Return the squared tangent [B]. It is 0 if the model gives the same x0 along the whole trajectory."""
     return mean_error(tangent(transformer, point, prompt), weight)

@@ -579,8 +579,8 @@ class Trainer:
         """
         ranks, data = self.ranks, self.phase_data
         held_out, total = data.held_out, 0.0
-        # All ranks compute equally many losses, because FSDP gathers weights in each forward. Excess losses do not
-        # count.
+        # All ranks compute the same number of losses, because FSDP gathers weights in each forward. Excess losses do
+        # not count.
         for number in range(ranks.rank, -(-len(held_out) // ranks.size) * ranks.size, ranks.size):
             index, counts = held_out[number % len(held_out)], number < len(held_out)
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
@@ -640,19 +640,19 @@ class Trainer:
             self.saved = step
         best, validated = self.best, self.validated
 
-        def put() -> None:
+        def finish_save() -> None:
             if complete is not None:
                 complete()
             elif step and validated == step:
                 states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
             try:
-                # Without a new state too: a run that was killed after its last state has not removed the old ones.
+                # Even without a new state, because a run that was killed after its last state has not removed them.
                 states.remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
             except OSError as error:
                 logger.warning("older states are not removed now (%s)", error)
 
         if self.ranks.first:
-            self.completing = self.save_thread.submit(put)
+            self.completing = self.save_thread.submit(finish_save)
 
     def wait_for_save(self) -> None:
         """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
