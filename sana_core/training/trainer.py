@@ -37,7 +37,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
-from . import optimizers, states, trained_model
+from . import optimizers, schedule, states, trained_model
 from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
 from .came import CAME
 from .dataset import SHEET, Faults, is_unreadable, warn_of_skipped
@@ -59,21 +59,7 @@ from .loss import (
 )
 from .previews import Inputs, as_saved, check_own, encode_validation, generate_validation, write_sheet
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
-from .schedule import (
-    Best,
-    Group,
-    PhaseData,
-    TrainProgress,
-    advance,
-    after_step,
-    all_steps_left,
-    better,
-    learning_rate,
-    prepare_phase,
-    read_samples,
-    same_epochs,
-    warn_of_rate,
-)
+from .schedule import Best, Group, PhaseData, TrainProgress
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import Line, RunLog
@@ -312,7 +298,7 @@ class Trainer:
         Each rank encodes a part of them. A run that streams encodes its images later, in each step.
         """
         settings, ranks = self.settings, self.ranks
-        samples = ranks.run_on_all(lambda: read_samples(settings, self.check_cancelled))
+        samples = ranks.run_on_all(lambda: schedule.read_samples(settings, self.check_cancelled))
         store, progress = store_of(settings), self.on_progress if ranks.first else ignore
         digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
         ids, broken = model_ids(digests, settings.dtype), BrokenImages()
@@ -321,7 +307,9 @@ class Trainer:
             report, poll = partial(progress, "latents and captions"), self.check_cancelled
             with load_encoders(settings, self.chosen_device(), poll) as encoders:
                 data = [
-                    prepare_phase(samples_of_phase[part], phase, settings, store, encoders, ids, poll, report, broken)
+                    schedule.prepare_phase(
+                        samples_of_phase[part], phase, settings, store, encoders, ids, poll, report, broken
+                    )
                     for phase, samples_of_phase in zip(settings.phase, samples, strict=True)
                 ]
                 return data, encode_validation(settings, store, ids, encoders) if part == slice(None) else None
@@ -435,10 +423,10 @@ class Trainer:
         steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
             self.resume_at(states.step_folder(self.out, steps[-1]))
-        self.progress, self.groups = advance(self.progress, self.data, self.settings)
+        self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
         self.saved = self.progress.step
         if self.groups:
-            warn_of_rate(self.phase, self.progress, len(self.groups))
+            schedule.warn_of_rate(self.phase, self.progress, len(self.groups))
             self.warm_up_ddp_buckets()
 
     def resume_at(self, newest: Path) -> None:
@@ -447,14 +435,14 @@ class Trainer:
         states.check_config(self.config, saved.config, self.out)
         states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, newest.name)
         self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
-        if same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
+        if schedule.same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
             return
         if self.progress.position:
             logger.warning(
                 "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1
             )
         self.progress = self.progress._replace(position=0)
-        if advance(self.progress, self.data, self.settings)[1]:
+        if schedule.advance(self.progress, self.data, self.settings)[1]:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
             self.best = self.validated = None
 
@@ -483,7 +471,7 @@ class Trainer:
 
     def run_steps(self) -> None:
         """Train from the current progress to the end of the last phase."""
-        total = self.progress.step + all_steps_left(self.settings, self.data, self.progress)
+        total = self.progress.step + schedule.all_steps_left(self.settings, self.data, self.progress)
         while True:
             if self.ranks.size == 1 and self.completing is not None and self.completing.done():
                 # An error of the save thread, such as a full disk, is raised now instead of at the next save.
@@ -502,9 +490,9 @@ class Trainer:
                 self.check_cancelled_together()
             line = self.take_step()
             self.ranks.run_on_rank0(partial(self.log.add, line))
-            self.progress = after_step(self.phase, self.progress, len(self.groups))
+            self.progress = schedule.after_step(self.phase, self.progress, len(self.groups))
             if self.progress.position == len(self.groups) or self.progress.phase_step == self.phase.steps:
-                self.progress, self.groups = advance(self.progress, self.data, self.settings)
+                self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
             with self.saving_on_error():
                 self.tell({**line, "steps": total})
 
@@ -559,7 +547,7 @@ class Trainer:
                 self.ranks.run_on_rank0(lambda: self.preview(models))
         self.validated = step
         if loss is not None:
-            self.best = better(self.best, loss, self.progress)
+            self.best = schedule.better(self.best, loss, self.progress)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -703,7 +691,7 @@ class Trainer:
     def take_step(self) -> Line:
         """Take the next step, and return its line of the log."""
         progress, group = self.progress, self.groups[self.progress.position]
-        rate = learning_rate(self.phase, progress)
+        rate = schedule.learning_rate(self.phase, progress)
         began = time.perf_counter()
         with self.saving_on_error():
             loss, norm = self.compute_gradients(group)

@@ -22,7 +22,7 @@ from sana_core.errors import (
     TrainingError,
     VersionError,
 )
-from sana_core.training import cache, states, trainer
+from sana_core.training import cache, schedule, states, trainer
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import append_log, find_states, read_log, read_losses
 
@@ -257,7 +257,7 @@ def test_pictures_that_are_enlarged_are_mentioned(make, tmp_path, caplog):
     Image.new("RGB", (1, 1)).save(tmp_path / "small" / "a.png")
     (tmp_path / "small" / "a.txt").write_text("a dot")
     phase = Phase((str(tmp_path / "small"),), 1024, steps=1)
-    trainer.read_samples(replace(make(), phase=(phase,)), lambda: None)
+    schedule.read_samples(replace(make(), phase=(phase,)), lambda: None)
     assert "1 of 1 images are smaller than they are learned at and will be blurred, the first is a.png of 1 x 1" in (
         caplog.text
     )

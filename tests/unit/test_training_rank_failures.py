@@ -11,7 +11,7 @@ from pictures import write_pictures
 from trained import lines_of
 
 from sana_core.errors import InputError, MissingFileError, ReadError
-from sana_core.training import cache, optimizers, ranks, sharding, states, trained_model, trainer
+from sana_core.training import cache, optimizers, ranks, schedule, sharding, states, trained_model, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
 from sana_core.training.trainer import Trainer
@@ -73,8 +73,8 @@ DISK = OSError(28, "No space left on device")
 PHASES = {
     "device": Failing(ranks, "choose_device", InputError("device: got cuda:1 in this test")),
     "settings": Failing(trainer, "check_base", MissingFileError("model: not here in this test")),
-    "data": Failing(trainer, "read_samples", ReadError("broken.png: in this test")),
-    "encoding": Failing(trainer, "prepare_phase", MEMORY),
+    "data": Failing(schedule, "read_samples", ReadError("broken.png: in this test")),
+    "encoding": Failing(schedule, "prepare_phase", MEMORY),
     "loading": Failing(Trainer, "load_base", MEMORY),
     "dividing": Failing(trainer, "lay_out", MEMORY),
     "step": Failing(trainer, "seeded_dropout", MEMORY, calls=2),
