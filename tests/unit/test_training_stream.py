@@ -81,7 +81,7 @@ def test_a_streamed_run_frees_its_model_without_the_garbage_collector(settings, 
         if ending == "finished":
             trainer.train(settings("freed", method=Method("full")))
         else:
-            monkeypatch.setattr(states, "put_state", no_space)
+            monkeypatch.setattr(states, "write_document", no_space)
             with contextlib.suppress(SanaError):
                 trainer.train(settings("freed", method=Method("full")))
         assert [model() for model in models] == [None]
