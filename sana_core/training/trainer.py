@@ -3,8 +3,8 @@
 `Trainer` is to be read from top to bottom. Its methods are in the order in which they run: check the settings, hold the
 folder, prepare the data, load the model, resume, then the loop (validate, save, step), and publish the result. The
 components have files of their own: the data (dataset, images, cache), the order of the batches and the learning rate
-(schedule), the model (trained_model), the optimizer, the loss, the ranks and their shards, the
-saved states, and the validation's images (previews).
+(schedule), the model (trained_model), the optimizer, the loss, the ranks and their shards, the saved states, and the
+validation's images (previews).
 """
 
 from __future__ import annotations

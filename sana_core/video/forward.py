@@ -246,10 +246,16 @@ def softmax_attention(attention: Attention, states: torch.Tensor, turns: torch.T
 
 def is_tiled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch computes the attention in tiles. Otherwise it allocates the scores of all queries."""
-    # The compiler cannot trace the question. Only the CPU and CUDA have the operator in every build of torch.
-    if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
-        return query.device.type != "mps"
-    return torch._fused_sdp_choice(query, key, value) > 0
+    if query.device.type == "mps":
+        return False
+    # The compiler cannot trace the question.
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return torch._fused_sdp_choice(query, key, value) > 0
+    except NotImplementedError:
+        # This build of torch lacks the operator for the device, such as an XPU.
+        return True
 
 
 def wide_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
