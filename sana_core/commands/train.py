@@ -81,10 +81,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wandb: bool) -> None:
     """Train as one of `ranks`. The first rank shows the progress."""
+    from ..training.sharding import check_launch
     from ..training.states import Eta, describe_validation
     from ..training.trainer import ignore, train
     from .log_writers import tensorboard_writer, wandb_writer
 
+    # The prediction needs a number of ranks that the replicas divide.
+    check_launch(settings, ranks)
     if ranks.first:
         warn_of_memory(settings, ranks.size)
     eta, out = Eta(), Path(settings.out)

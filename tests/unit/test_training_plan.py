@@ -38,7 +38,8 @@ from sana_core.training.plan import (
     released_base,
     training_stage,
 )
-from sana_core.training.settings import CONSISTENCY, FLOW, Loss, Method, Validation, read_settings
+from sana_core.training.ranks import ALONE, Ranks
+from sana_core.training.settings import CONSISTENCY, FLOW, Loss, Method, Parallel, Validation, read_settings
 from sana_core.training.trained_model import adapter_layers, add_adapter, begin_controlnet, quantise_base
 
 SMALL = Architecture(640, 2)
@@ -464,6 +465,16 @@ def test_a_card_that_is_too_small_is_warned_of(monkeypatch, capsys):
         text.startswith("warning: captions may take 0.7 GB, and cuda:0 has 0.1 GB; see --plan")
         and len(text.splitlines()) == 1
     )
+
+
+@pytest.mark.parametrize("ranks", [ALONE, Ranks(0, 2, True, torch.device("cuda:0"))], ids=["alone", "two"])
+def test_a_wrong_number_of_replicas_is_named_before_memory_is_predicted(monkeypatch, tmp_path, ranks):
+    monkeypatch.setattr("sana_core.runtime.accelerator.current_accelerator", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr("sana_core.runtime.accelerator.memory_info", lambda device: (10**12, 10**12))
+    settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
+    settings = replace(settings, out=str(tmp_path), parallel=Parallel("fsdp", replicas=4))
+    with pytest.raises(InputError, match="^replicas: got 4 for [12] processes, expected a number that divides them$"):
+        command.run_training(settings, ranks, False, False)
 
 
 @pytest.mark.parametrize("recipe", sorted(file.stem for file in (ROOT / "recipes").glob("*.toml")))
