@@ -210,6 +210,39 @@ def test_a_state_that_was_saved_before_its_validation_gets_it_when_the_run_resum
     assert [len(reported) for reported in lines] == [2, 1] and after.keys() == before.keys()
 
 
+def test_a_validation_that_cannot_be_added_to_its_state_does_not_end_the_run(make, out, monkeypatch, caplog):
+    options = {"steps": 6, "save_every": 4, "keep": 1, "validation": Validation(every=2, share=0.4)}
+    trainer.train(make(**options))
+    before = content(out)
+    shutil.rmtree(out)
+
+    def cancel(line):
+        if "loss" in line and line["step"] == 4:
+            raise KeyboardInterrupt
+
+    def cancel_later(line):
+        if "loss" in line and line["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(make(**options), cancel)
+    write_document = states.write_document
+
+    def is_open(folder, parts, state):
+        if folder.parent.name == "steps":
+            raise PermissionError("another program has it open")
+        write_document(folder, parts, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(states, "write_document", is_open)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(make(**options), cancel_later)
+    assert "the validation of step 4 is not saved now" in caplog.text
+    trainer.train(make(**options))
+    after, last = content(out), "steps/step-0000006/state.json"
+    assert all(after[name] == before[name] for name in (last, "x.safetensors", "x-last.safetensors"))
+
+
 def test_a_run_whose_run_json_is_gone_goes_on(make, out):
     trainer.train(make())
     (out / "run.json").unlink()
