@@ -164,7 +164,6 @@ TOGETHER = {
     "prior_loss_weight": ({"prior_loss_weight": 0.5}, "^prior_loss_weight: got 0.5 without regularisation, where it"),
     "validate_every": ({"validate_every": 7}, "^validate_every: got 7 without validation_prompts or held_out, where"),
     "held_out": ({"validate_every": 0, "held_out": 0.1}, "^held_out: got 0.1 without validate_every, where it does"),
-    "validation_prompts": ({"validate_every": 0, "validation_prompts": "x"}, "^validation_prompts: got .* without va"),
 }
 
 

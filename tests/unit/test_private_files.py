@@ -74,9 +74,10 @@ def write_run(folder, method):
         if method == "controlnet":
             save(folder / "private pictures" / f"portrait{number}-control.png", PICTURE, caption=None)
     control = f"control = ['{folder}/private pictures/portrait0-control.png']" if method == "controlnet" else ""
+    trigger, blocks = "trigger = 'sks'" * (method == "lora"), "blocks = 1" * (method == "controlnet")
     (folder / "run.toml").write_text(
-        f"model = '{CHECKPOINT}'\nout = 'out'\ndtype = 'float32'\ntrigger = 'sks'\n"
-        f"[method]\nkind = '{method}'\nblocks = 1\n"
+        f"model = '{CHECKPOINT}'\nout = 'out'\ndtype = 'float32'\n{trigger}\n"
+        f"[method]\nkind = '{method}'\n{blocks}\n"
         f"[validation]\nevery = 1\nshare = 0.3\nprompts = ['a red circle of mine']\nsteps = 1\n{control}\n"
         "[[phase]]\ndata = 'private pictures'\nresolution = 64\nsteps = 2\n"
     )

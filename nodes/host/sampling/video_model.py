@@ -160,9 +160,9 @@ def video_latent(
     InputError for sizes that the model does not have, for another model's VAE, and for an image without a VAE.
     """
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
+    shape = video_shape(*size, frames, base.facts)
     if vae is not None:
         check_video_vae(vae, base.facts)
-    shape = video_shape(*size, frames, base.facts)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros((int(batch_size), *shape), device=device, dtype=dtype)
     if first_image is None:

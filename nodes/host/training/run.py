@@ -139,6 +139,9 @@ def make_settings(
     tables = tables_of({**chosen.values, **values})
     prompts = tuple(split_prompts(values.get("validation_prompts", "")))
     validation = tables["validation"]
+    if not validation["every"]:
+        # 0 switches the validations off. The prompts stay in their widget.
+        prompts = ()
     # The settings refuse an interval without anything to validate. The widget has a default, which counts as not set.
     if not prompts and not validation["share"] and validation["every"] == FIELDS["validate_every"].default:
         validation["every"] = 0
