@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
@@ -552,7 +552,9 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Hold the weights to validate and save in the parameters: the moving average, if there is one."""
-        with optimizers.validation_weights(self.optimizer), trained_model.without_dropout(self.transformer):
+        # Only adapters have dropout. Without this condition, every kind of training would need peft.
+        dropout = trained_model.without_dropout(self.transformer) if self.settings.method.dropout else nullcontext()
+        with optimizers.validation_weights(self.optimizer), dropout:
             if self.average is None:
                 yield
             else:

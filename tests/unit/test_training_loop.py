@@ -1,6 +1,7 @@
 """A resumed run equals an uninterrupted one to the bit, with its losses and its order of images."""
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,14 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     trainer.train(run_settings)
     losses = [line["loss"] for line in lines_of(run_settings.out)]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
+
+
+def test_full_training_validates_and_saves_without_peft(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    run_settings = settings(steps=2, method=Method("full"), validation=Validation(every=1, share=0.3))
+    folder = trainer.train(run_settings)
+    assert list(folder.glob("*.safetensors"))
+    assert [line["step"] for line in lines_of(run_settings.out) if "validation_loss" in line] == [0, 1, 2]
 
 
 @trained_on_both
