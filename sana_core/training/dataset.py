@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The list of a folder of Hugging Face, and the list of WebDataset's tars.
-METADATA, SHARDS = "metadata.jsonl", "wids-meta.json"
+METADATA, WIDS_INDEX = "metadata.jsonl", "wids-meta.json"
 # Ends of the stems of masks and control images.
 COMPANIONS = {"-mask": "mask", ".mask": "mask", "-control": "control", ".control": "control"}
 # Keys of a caption in JSON, and names of WebDataset's text fields.
@@ -236,7 +236,7 @@ def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sampl
     added to `faults`.
     """
     if path.is_dir():
-        path = next((path / name for name in (METADATA, SHARDS) if (path / name).is_file()), path)
+        path = next((path / name for name in (METADATA, WIDS_INDEX) if (path / name).is_file()), path)
     tars: dict[str, Path] = {}
     if path.is_dir():
         files = list_folder(path, faults, remarks)
@@ -248,7 +248,7 @@ def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sampl
         yield from read_lines(path, remarks)
     elif path.suffix == ".tar":
         tars = {path.name: path}
-    elif path.name == SHARDS:
+    elif path.name == WIDS_INDEX:
         shards = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name).get("shardlist")
         if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
             raise InputError(f"{path.name}: expected a list 'shardlist' of tars; make it again, or remove it")

@@ -182,12 +182,12 @@ def training_sigmas(times: torch.Tensor, shift: float, loss: Loss | None = None)
 
 
 def validation_times(count: int) -> torch.Tensor:
-    """Return the middles of `count` equal parts of (0, 1). They are the same in every validation."""
+    """Return the middles of `count` equal parts of (0, 1)."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
 def validation_noise(shape: Sequence[int], key: Sequence[int]) -> torch.Tensor:
-    """Return the noise [32, h, w] of a held-out image, the same in every validation."""
+    """Return the noise [32, h, w] of a held-out image."""
     rng = generator(VALIDATION, key)
     return torch.from_numpy(rng.standard_normal(tuple(shape), dtype=np.float32))
 
@@ -227,11 +227,11 @@ def training_guidance(choices: torch.Tensor) -> torch.Tensor:
 
 def data_point(x0: torch.Tensor, noise: torch.Tensor, angle: torch.Tensor) -> Point:
     """Return the point at `angle` [B] between latents and noise [B, 32, h, w], and the velocity there."""
-    cos, sin = parts_of(angle)
+    cos, sin = cos_sin(angle)
     return Point(cos * x0 + sin * noise, angle, cos * noise - sin * x0)
 
 
-def parts_of(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of `angle` [B] as [B, 1, 1, 1]."""
     return torch.cos(angle).view(-1, 1, 1, 1), torch.sin(angle).view(-1, 1, 1, 1)
 
@@ -244,7 +244,7 @@ def trigflow_velocity(
     Without training: flow's latents are x / (cos(t) + sin(t)) at sigma = sin(t) / (cos(t) + sin(t)) (SANA-Sprint,
     section 3.1). The model receives the guidance if it was distilled for it.
     """
-    cos, sin = parts_of(angle)
+    cos, sin = cos_sin(angle)
     total = cos + sin
     sigma = (sin / total).flatten()
     config, guidance = transformer.config, None
@@ -268,7 +268,7 @@ def tangent(transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, r
     `ramp`, from 0 to 1, scales the terms with the model's own derivative. They are unstable at the start of a training
     (sCM, section 4.1, tangent warmup).
     """
-    cos, sin = parts_of(point.angle)
+    cos, sin = cos_sin(point.angle)
     # The fused kernels of attention have no forward-mode derivative.
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         # Multiplied by cos(t) sin(t), so that it stays small at both ends (sCM, section 4.1, JVP rearrangement).

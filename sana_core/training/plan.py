@@ -198,7 +198,7 @@ def count_batch(settings: TrainingSettings, base: Base, phase: Phase, batch: int
         out="",
         phase=(Phase((), batch=batch, accumulate=1 + accumulated),),
         dtype=settings.dtype,
-        method=replace(method, start="", weights=method.weights if method.whole else "float32"),
+        method=replace(method, start="", weights="float32" if method.is_adapter else method.weights),
         loss=settings.loss,
         checkpoint_gradients=settings.checkpoint_gradients,
     )
@@ -285,14 +285,14 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
             state = 0
         else:
             weights += step.weights // shards
-    elif method.whole and method.weights != settings.dtype:
+    elif not method.is_adapter and method.weights != settings.dtype:
         # Images are generated with a copy of the trained weights, in the precision in which they are saved.
         weights += step.elements * dtype.itemsize
     elif method.base != "full":
         # Images are generated with the whole model and an adapter, beside the model in 8 bits.
         weights += transformer_parameters(base.model) * dtype.itemsize + step.elements * FP32_BYTES
     sampling = transformer_bytes(base.model, height, width, together, dtype, accelerator)
-    if not method.whole:
+    if method.is_adapter:
         # An adapter is added to one layer at a time. A feed-forward has the largest weight.
         sampling = max(sampling, MERGED_COPIES * FP32_BYTES * 5 * base.model.width**2)
     if method.kind == "controlnet":
@@ -321,7 +321,7 @@ def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int
         image = (forwards + 2) * (once + text)
     else:
         trained = method.blocks / layers * (once + text)
-        if not method.whole:
+        if method.is_adapter:
             trained = 2 * cells * count_batch(settings, base, phase, 1, False).elements
         image = (forwards + 1) * once + forwards * text + (forwards + 2) * trained
         if settings.loss.kind == CONSISTENCY:
@@ -401,7 +401,7 @@ def is_allowed(settings: TrainingSettings) -> bool:
         check_parallel(settings)
     except InputError:
         return False
-    is_rounded = settings.method.whole and settings.method.weights != "float32"
+    is_rounded = not settings.method.is_adapter and settings.method.weights != "float32"
     return OPTIMIZERS[settings.optimizer.name].per_parameter or not is_rounded
 
 

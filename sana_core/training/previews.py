@@ -99,7 +99,7 @@ def as_saved(settings: TrainingSettings, models: list[Any]) -> Iterator[list[Any
     These weights are in the dtype of the export. An adapter on an 8-bit base is loaded on the whole base.
     """
     dtype = getattr(torch, settings.dtype)
-    if not settings.method.whole:
+    if settings.method.is_adapter:
         (transformer,) = models
         tensors = adapter_tensors(transformer, dtype)
         if settings.method.base != "full":

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # A phase counts as made longer if its schedule has progressed further, by this fraction, than its steps say.
 LONGER = 0.05
 # The batches of one step, as indices of samples.
-Group = list[list[int]]
+StepBatches = list[list[int]]
 
 
 class TrainProgress(NamedTuple):
@@ -56,7 +56,8 @@ class Best(NamedTuple):
     """The lowest validation loss of a phase."""
 
     loss: float
-    # The step of this validation. 0: only the untrained model has been validated.
+    # The step of this validation. 0: no state of it exists (step 0, or its save failed), so the next validation
+    # replaces it.
     step: int
     phase: int
     # The first validation loss of the phase.
@@ -241,23 +242,30 @@ def same_epochs(first: str, second: str) -> bool:
 
 def advance(
     progress: TrainProgress, data: Sequence[PhaseData], settings: TrainingSettings
-) -> tuple[TrainProgress, list[Group]]:
-    """Return the progress at the next step, and the groups of its epoch. No groups: the last phase has ended."""
+) -> tuple[TrainProgress, list[StepBatches]]:
+    """Return the progress at the next step, and the batches of each step of its epoch.
+
+    No batches: the last phase has ended.
+    """
     while True:
         phase = settings.phase[progress.phase]
-        groups = plan(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+        groups = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
         if progress.position >= len(groups):
             progress = progress._replace(epoch=progress.epoch + 1, position=0)
-            groups = plan(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
-        if progress.phase_step < phase.steps if phase.steps is not None else progress.epoch < (phase.epochs or 0):
+            groups = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+        if phase.steps is not None:
+            is_unfinished = progress.phase_step < phase.steps
+        else:
+            is_unfinished = progress.epoch < (phase.epochs or 0)
+        if is_unfinished:
             return progress, groups
         if progress.phase + 1 == len(settings.phase):
             return progress, []
         progress = TrainProgress(progress.step, progress.phase + 1)
 
 
-def plan(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[Group]:
-    """Return the groups of batches of an epoch, one for each step."""
+def epoch_steps(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[StepBatches]:
+    """Return the batches of each step of an epoch."""
     buckets = [data.samples[index].bucket for index in data.training]
     batches = plan_epoch(buckets, phase.batch, seed, epoch)
     batches = [[data.training[index] for index in batch] for batch in batches]
@@ -274,7 +282,7 @@ def all_steps_left(settings: TrainingSettings, data: Sequence[PhaseData], progre
     for number in range(progress.phase, len(data)):
         phase = settings.phase[number]
         # Every epoch has the same images, and so the same number of steps.
-        count = len(plan(phase, data[number], settings.seed, 0))
+        count = len(epoch_steps(phase, data[number], settings.seed, 0))
         remaining += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
     return remaining
 

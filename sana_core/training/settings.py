@@ -174,9 +174,9 @@ class Method:
     )
 
     @property
-    def whole(self) -> bool:
-        """Whether the weights themselves are trained instead of an adapter."""
-        return self.kind not in ADAPTERS
+    def is_adapter(self) -> bool:
+        """Whether an adapter is trained. Otherwise weights are trained directly."""
+        return self.kind in ADAPTERS
 
     @property
     def scale(self) -> float:
@@ -554,7 +554,7 @@ def check_method(settings: TrainingSettings) -> None:
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
     if method.base == "int8" and method.kind not in QUANTISED:
         raise InputError(f"base: got int8 with method {method.kind}, expected full; or choose {' or '.join(QUANTISED)}")
-    if settings.loss.kind == CONSISTENCY and method.whole:
+    if settings.loss.kind == CONSISTENCY and not method.is_adapter:
         raise InputError(
             f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
         )

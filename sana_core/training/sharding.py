@@ -27,7 +27,7 @@ from ..checkpoints.headers import write_tensors
 from ..errors import InputError, OutputError, TrainingError, VersionError
 from ..runtime.atomic_files import digest_file, sync
 from ..runtime.text import Json, brief
-from .optimizers import DDP, STEP
+from .optimizers import DDP, OFFLOADED, STEP
 from .ranks import ALONE, Ranks
 from .settings import TrainingSettings
 
@@ -177,11 +177,11 @@ def shard(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Ranks)
     mesh = make_mesh(device.type, settings, ranks)
     # Weights that stay gathered after a forward would be stale after a validation has replaced them by the average.
     options: Json = {"mesh": mesh, "reshard_after_forward": True}
-    if settings.method.whole and settings.dtype != "float32":
+    if not settings.method.is_adapter and settings.dtype != "float32":
         # Weights in fp32 are sent as bf16, in which the model computes. Gradients are summed in fp32.
         compute = getattr(torch, settings.dtype)
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    if settings.parallel.kind == "fsdp_offload":
+    if settings.parallel.kind == OFFLOADED:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
     if len(models) == 1:
         outside = [models[0]]
@@ -373,13 +373,13 @@ def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[
     batches are dealt out. If there are fewer batches than ranks, they are split. A rank without a batch for the last
     round computes one image whose loss does not count.
     """
-    pieces = list(group)
+    batches = list(group)
     if len(group) < count:
         parts = -(-count // len(group))
-        pieces = [piece for batch in group for piece in split(batch, parts)]
-    rounds = -(-len(pieces) // count)
-    counted = [(list(piece), True) for piece in pieces[rank::count]]
-    return counted + [(list(pieces[0][:1]), False)] * (rounds - len(counted))
+        batches = [part for batch in group for part in split(batch, parts)]
+    rounds = -(-len(batches) // count)
+    counted = [(list(batch), True) for batch in batches[rank::count]]
+    return counted + [(list(batches[0][:1]), False)] * (rounds - len(counted))
 
 
 def split(batch: Sequence[int], parts: int) -> list[Sequence[int]]:

@@ -62,7 +62,7 @@ NAME = re.compile(r"step-(\d{7,})")
 # Seconds to wait on Windows until no other program has a file of a new state open.
 SCAN_PATIENCE = 120.0
 # The types of JSON in errors.
-KINDS = {int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+JSON_TYPES = {int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "an object"}
 
 
 class RunRecord(NamedTuple):
@@ -101,7 +101,7 @@ class SavedState(NamedTuple):
 
 
 def convert(value: Any, kind: Any, field: str = "") -> Any:
-    """Return the JSON `value` as a `kind`: a record, a type of KINDS, or one of these or None.
+    """Return the JSON `value` as a `kind`: a record, a type of JSON_TYPES, or one of these or None.
 
     Raises ValueError for a missing or unknown value and for a value of another type.
     """
@@ -113,7 +113,7 @@ def convert(value: Any, kind: Any, field: str = "") -> Any:
     fields = get_type_hints(kind) if hasattr(kind, "_fields") or is_typeddict(kind) else {}
     plain = dict if fields else get_origin(kind) or kind
     if type(value) is not plain and (plain, type(value)) != (float, int):
-        raise ValueError(f"{field or 'content'}: got {brief(value)}, expected {KINDS[plain]}")
+        raise ValueError(f"{field or 'content'}: got {brief(value)}, expected {JSON_TYPES[plain]}")
     if isinstance(value, list):
         return [convert(item, inner[0], f"{prefix}{number}") for number, item in enumerate(value)]
     if not isinstance(value, dict):

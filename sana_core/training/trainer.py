@@ -59,7 +59,7 @@ from .loss import (
 )
 from .previews import Inputs, as_saved, check_own, encode_validation, generate_validation, write_sheet
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
-from .schedule import Best, Group, PhaseData, TrainProgress
+from .schedule import Best, PhaseData, StepBatches, TrainProgress
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
 from .states import Line, RunLog
@@ -158,7 +158,7 @@ class Trainer:
     # The number of finished steps, and the position among phases and epochs.
     progress: TrainProgress
     # The batches of each step of the current epoch. Empty: the last phase has ended.
-    groups: Sequence[Group]
+    groups: Sequence[StepBatches]
     # The best validation so far.
     best: Best | None
     # The step of the last validation.
@@ -240,7 +240,7 @@ class Trainer:
     def check_folder(self) -> None:
         """Raise ExistingFileError for files of others in the run's folder, and InputError if its run is another one."""
         settings = self.settings
-        names = () if settings.method.whole else (self.lora_file, self.last_file)
+        names = (self.lora_file, self.last_file) if settings.method.is_adapter else ()
         self.config = describe_config(settings)
         self.ranks.run_on_rank0(lambda: states.check_folder(self.out, names, len(settings.phase), self.config))
         if settings.validation.prompts:
@@ -600,7 +600,7 @@ class Trainer:
         shards, settings = self.layout.shards, self.settings
         if shards is None:
             return self.models if self.ranks.first else []
-        dtype = getattr(torch, settings.dtype) if settings.method.whole else None
+        dtype = None if settings.method.is_adapter else getattr(torch, settings.dtype)
         return gather(shards, device, dtype, self.ranks.first, trained_alone)
 
     def preview(self, models: list[Any]) -> None:
@@ -670,14 +670,14 @@ class Trainer:
         with self.averaged():
             # The file of a LoRA or LoKr has no base weights. A DoRA needs the base to be written for ComfyUI.
             method = self.settings.method
-            trained_alone = not method.whole and not ADAPTERS[method.kind].needs_base
+            trained_alone = method.is_adapter and not ADAPTERS[method.kind].needs_base
             models = self.gather_models(torch.device("cpu"), trained_alone)
             self.ranks.run_on_rank0(lambda: self.export(models, part))
 
     def export(self, models: list[Any], folder: Path) -> None:
         """Write the files that other programs load: the adapter, or the weights in diffusers' layout."""
         settings = self.settings
-        if settings.method.whole:
+        if not settings.method.is_adapter:
             with as_saved(settings, models):
                 models[-1].save_pretrained(folder / self.weights_folder)
             return
@@ -849,7 +849,7 @@ class Trainer:
         """Return the loss of flow matching [B] of a batch, in float32 on the model's device."""
         device, method = self.device, self.settings.method
         compute = getattr(torch, self.settings.dtype)
-        mixed = method.whole and method.weights != self.settings.dtype
+        mixed = not method.is_adapter and method.weights != self.settings.dtype
         weight = None if batch.weight is None else batch.weight.to(device)
         control = None
         if self.controlnet is not None and batch.control is not None:
@@ -898,7 +898,7 @@ class Trainer:
         """Copy the LoRAs of the `best` and the last step into the run's folder. Whole weights stay in their state."""
         last = states.step_folder(self.out, self.progress.step)
         chosen = last if best is None else states.step_folder(self.out, best.step)
-        if self.settings.method.whole:
+        if not self.settings.method.is_adapter:
             states.note_published(self.out, self.parts, chosen)
             return chosen / self.weights_folder
         if best is not None:
@@ -923,7 +923,7 @@ def check_base(settings: TrainingSettings) -> float:
         )
     if settings.method.kind == "controlnet":
         trained_model.check_steerable(module.config, settings.method.blocks)
-    if not settings.method.whole:
+    if settings.method.is_adapter:
         trained_model.check_layers(dict(module.named_modules()), settings.method)
     if needs_start(settings):
         trained_model.add_adapter(module, settings.method, settings.seed)

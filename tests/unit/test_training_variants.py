@@ -15,7 +15,7 @@ from sana_core.runtime.cancellation import no_poll
 from sana_core.training import trainer
 from sana_core.training.dataset import open_image, read_dataset
 from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_image
-from sana_core.training.schedule import choose, groups_of, plan, read_phase, vary
+from sana_core.training.schedule import choose, epoch_steps, groups_of, read_phase, vary
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import read_log
 
@@ -123,7 +123,8 @@ def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_pat
     assert len(data.held_out) == len(held) and all(data.samples[index].bucket == (128, 128) for index in data.held_out)
     assert not any(data.samples[index].name in held for index in data.training if not data.samples[index].prior)
     epochs = [
-        [item for group in plan(run_settings, data, 0, epoch) for batch in group for item in batch] for epoch in (0, 1)
+        [item for group in epoch_steps(run_settings, data, 0, epoch) for batch in group for item in batch]
+        for epoch in (0, 1)
     ]
     assert epochs[0] != epochs[1] and all(len(item) == len(data.training) for item in epochs)
     assert {data.samples[item].crop.mirrored for item in epochs[0]} == {True, False}
