@@ -40,7 +40,7 @@ from ..runtime.text import Json
 from . import optimizers, schedule, states, trained_model
 from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
 from .came import CAME
-from .dataset import SHEET, Faults, is_unreadable, warn_of_skipped
+from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped
 from .loss import (
     Point,
     Prompt,
@@ -186,12 +186,13 @@ class Trainer:
         self.out = Path(settings.out)
         self.log = RunLog(self.out)
         self.check_held = no_poll
-        self.progress, self.groups = TrainProgress(), ()
+        self.config, self.progress, self.groups = {}, TrainProgress(), ()
         self.best = self.validated = self.completing = self.report_error = None
         self.saved = 0
 
     def train(self) -> Path:
-        shift = check_base(self.settings)
+        check_base(self.settings)
+        shift = read_shift(self.settings)
         check_launch(self.settings, self.ranks)
         if self.ranks.size > 1:
             check_settings_and_code(self.ranks, self.settings)
@@ -299,23 +300,23 @@ class Trainer:
         """
         settings, ranks = self.settings, self.ranks
         samples = ranks.run_on_all(lambda: schedule.read_samples(settings, self.check_cancelled))
-        store, progress = store_of(settings), self.on_progress if ranks.first else ignore
-        digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
+        store, on_progress = store_of(settings), self.on_progress if ranks.first else ignore
+        digests = digest_models(settings, store.folder, partial(on_progress, "digest of the model"))
         ids, broken = model_ids(digests, settings.dtype), BrokenImages()
 
-        def encode(part: slice, progress: OnProgress) -> tuple[list[PhaseData], Inputs | None]:
-            report, poll = partial(progress, "latents and captions"), self.check_cancelled
+        def encode(samples: Sequence[Sequence[Sample]], part: slice) -> tuple[list[PhaseData], Inputs | None]:
+            on_entry, poll = partial(on_progress, "latents and captions"), self.check_cancelled
             with load_encoders(settings, self.chosen_device(), poll) as encoders:
                 data = [
                     schedule.prepare_phase(
-                        samples_of_phase[part], phase, settings, store, encoders, ids, poll, report, broken
+                        samples_of_phase[part], phase, settings, store, encoders, ids, poll, on_entry, broken
                     )
                     for phase, samples_of_phase in zip(settings.phase, samples, strict=True)
                 ]
                 return data, encode_validation(settings, store, ids, encoders) if part == slice(None) else None
 
         def check_held_out() -> None:
-            # A streamed run can leave out an image in a step, but not in a validation.
+            # A step can skip an unreadable image. A validation cannot, so read its images now.
             for phase in self.data:
                 if isinstance(phase.cache, Stream):
                     phase.cache.check(phase.held_out[ranks.rank :: ranks.size], broken, self.check_cancelled)
@@ -324,10 +325,10 @@ class Trainer:
             while True:
                 broken.clear()
                 if ranks.size > 1 and not settings.stream:
-                    ranks.run_on_all(lambda: encode(slice(ranks.rank, None, ranks.size), progress))
-                # The first rank uses the entries of all ranks and encodes the rest. The others then use all entries.
-                prepared = ranks.run_on_rank0(lambda: encode(slice(None), progress))
-                self.data, self.inputs = prepared or encode(slice(None), ignore)
+                    ranks.run_on_all(partial(encode, samples, slice(ranks.rank, None, ranks.size)))
+                # Rank 0 encodes the entries that are still missing. The others then read all entries from the cache.
+                prepared = ranks.run_on_rank0(partial(encode, samples, slice(None)))
+                self.data, self.inputs = prepared or encode(samples, slice(None))
                 if settings.stream and settings.skip_broken:
                     ranks.run_on_all(check_held_out)
                 broken_anywhere = {
@@ -341,8 +342,9 @@ class Trainer:
                 # Unfinished entries of killed processes of this run. If they cannot be removed, they do no harm.
                 with suppress(OSError):
                     remove(store.parts)
-        check_same(ranks, {"model": digest_json(digests), "images": [phase.digest for phase in self.data]}, "data")
-        self.config = describe_config(settings) | {"model": digest_json(digests)}
+        model = digest_json(digests)
+        check_same(ranks, {states.MODEL: model, "images": [phase.digest for phase in self.data]}, "data")
+        self.config = {**self.config, states.MODEL: model}
 
     def chosen_device(self) -> torch.device:
         return self.ranks.device or chosen_device(self.settings.device)
@@ -906,12 +908,11 @@ class Trainer:
         return states.publish(self.out, self.parts, self.lora_file, chosen)
 
 
-def check_base(settings: TrainingSettings) -> float:
-    """Check that model, loss and method fit together. Returns the shift of the model. Reads only headers."""
+def check_base(settings: TrainingSettings) -> None:
+    """Check that model, loss and method fit together. Reads only headers."""
     for kind in ("text_encoder", "autoencoder"):
         find_part(inspect_checkpoint(settings.source(kind)), kind)
-    info = find_part(inspect_checkpoint(settings.model), "transformer")
-    module: Any = build_module(info)
+    module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))
     if settings.loss.kind == FLOW and module.config.guidance_embeds:
         raise InputError(
             "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "
@@ -928,7 +929,13 @@ def check_base(settings: TrainingSettings) -> float:
     if needs_start(settings):
         trained_model.add_adapter(module, settings.method, settings.seed)
         trained_model.begin_at(module, settings.method)
-    return shift_of(info, None, settings.reference)
+    # This raises an error if the shift is out of range.
+    read_shift(settings)
+
+
+def read_shift(settings: TrainingSettings) -> float:
+    """Return the shift of the model's schedule of noise."""
+    return shift_of(find_part(inspect_checkpoint(settings.model), "transformer"), None, settings.reference)
 
 
 def needs_start(settings: TrainingSettings) -> bool:
