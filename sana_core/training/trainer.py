@@ -1,16 +1,16 @@
 """The trainer: one run from its settings to the last saved state.
 
-`Trainer` is to be read from top to bottom. Its methods are in the order in which they run: check the settings, hold the
-folder, prepare the data, load the model, resume, then the loop (validate, save, step), and publish the result. The
-components have files of their own: the data (dataset, images, cache), the order of the batches and the learning rate
-(schedule), the model (trained_model), the optimizer, the loss, the ranks and their shards, the saved states, and the
-validation's images (previews).
+`Trainer.train` calls the methods below it in this order: hold the folder, prepare the data, load the model, resume,
+then the loop (validate, save, step), and publish the result. The components are in other files: the data (dataset,
+images, cache), the order of the batches and the learning rate (schedule), the model (trained_model), the optimizer, the
+loss, the ranks and their shards, the saved states, and the validation's images (previews).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -37,7 +37,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
-from . import optimizers, schedule, states, trained_model
+from . import optimizers, schedule, sharding, states, trained_model
 from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
 from .came import CAME
 from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped
@@ -61,7 +61,7 @@ from .previews import Inputs, as_saved, check_own, encode_validation, generate_v
 from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
 from .schedule import Best, PhaseData, StepBatches, TrainProgress
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
-from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters, microbatches
+from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters
 from .states import Line, RunLog
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Receives the line of the log of each step and validation.
+# Receives the line of the log of each step and validation, and at the end again the line of the best validation.
 Report = Callable[[Line], None]
 # Receives the name of a preparation, its finished parts, and their total number.
 OnProgress = Callable[[str, int, int], None]
@@ -79,7 +79,7 @@ Show = Callable[[int, Sequence[torch.Tensor]], None]
 VALIDATION_TIMES = 8
 
 
-class Piece(NamedTuple):
+class LoadedMicrobatch(NamedTuple):
     """A microbatch of this rank whose images have been read."""
 
     indices: list[int]
@@ -100,14 +100,10 @@ def train(
     show: Show = ignore,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Train as `settings` say, from the newest state in `settings.out`. Returns the file or folder of the result, which
-    is the best validation of the last phase, or without validations the last step.
+    """Train, or resume from the newest state in `settings.out`.
 
-    `report` receives the line of the log of each step and validation, and at the end the line of the best validation
-    again, with the phase's first validation loss as "first". `progress` receives the name of a preparation, its
-    finished parts, and their total number. `show` receives the images of each validation. `poll` is called at least
-    once a step. Each callback cancels the run by raising an error. The same call then resumes it. `ranks` are the
-    processes that train together. All of them call this function.
+    Returns the file or folder of the best state of the last phase. Without held-out images it is the last state. An
+    error raised by a callback cancels the run. The same call resumes it. Call this on all `ranks`.
 
     Raises InputError for data or settings that cannot be used or that differ between ranks, InUseError for a folder in
     which another run writes, TrainingError for a loss that is not finite, and CheckpointError or MissingFileError for a
@@ -117,7 +113,7 @@ def train(
 
 
 class Trainer:
-    """A run, from its settings to the last saved state. The methods are in the order in which they run."""
+    """One run. Start at `train`."""
 
     # The arguments of `train`.
     settings: TrainingSettings
@@ -200,7 +196,7 @@ class Trainer:
             self.check_folder()
             try:
                 self.prepare_data()
-                self.set_up(self.load_base(), shift, self.chosen_device())
+                self.set_up(self.load_base(), shift, self.requested_device())
                 if self.ranks.launched and self.ranks.first:
                     log_line(describe_layout(self.layout, self.parameters, self.device))
                 with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
@@ -214,6 +210,48 @@ class Trainer:
                 # The encoders of streamed data refer to this trainer, which holds the data. Clearing it breaks the
                 # cycle, so the GPU's memory is freed at once.
                 self.data = ()
+
+    # Short names
+
+    @property
+    def phase(self) -> Phase:
+        return self.settings.phase[self.progress.phase]
+
+    @property
+    def phase_data(self) -> PhaseData:
+        return self.data[self.progress.phase]
+
+    @property
+    def models(self) -> list[Any]:
+        """The transformer, and the ControlNet if one is trained. The last one is trained."""
+        return [self.transformer] if self.controlnet is None else [self.transformer, self.controlnet]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes. Offloaded rows are in the CPU's memory."""
+        return self.ranks.device or next(self.transformer.parameters()).device
+
+    def requested_device(self) -> torch.device:
+        """The device for the models, before they are loaded."""
+        return self.ranks.device or chosen_device(self.settings.device)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.ranks.launched and self.settings.parallel.kind != optimizers.DDP
+
+    @property
+    def lora_file(self) -> str:
+        return f"{self.settings.name}.safetensors"
+
+    @property
+    def last_file(self) -> str:
+        """The name of the LoRA of the last step, which is written beside the LoRA of the best validation."""
+        return f"{self.settings.name}-last.safetensors"
+
+    @property
+    def weights_folder(self) -> str:
+        """The name of the folder with the weights in a state, if no adapter is trained."""
+        return "controlnet" if self.settings.method.kind == "controlnet" else "transformer"
 
     # The folder
 
@@ -239,7 +277,7 @@ class Trainer:
             yield
 
     def check_folder(self) -> None:
-        """Raise ExistingFileError for files of others in the run's folder, and InputError if its run is another one."""
+        """Raise ExistingFileError for foreign files, and InputError if the folder's run has another config."""
         settings = self.settings
         names = (self.lora_file, self.last_file) if settings.method.is_adapter else ()
         self.config = describe_config(settings)
@@ -247,25 +285,11 @@ class Trainer:
         if settings.validation.prompts:
             self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
 
-    @property
-    def lora_file(self) -> str:
-        return f"{self.settings.name}.safetensors"
-
-    @property
-    def last_file(self) -> str:
-        """The name of the LoRA of the last step, which is written beside the LoRA of the best validation."""
-        return f"{self.settings.name}-last.safetensors"
-
-    @property
-    def weights_folder(self) -> str:
-        """The name of the folder with the weights in a state, if no adapter is trained."""
-        return "controlnet" if self.settings.method.kind == "controlnet" else "transformer"
-
     def check_cancelled(self) -> None:
         """Raise an error if the run is cancelled, or if others have put files where it writes."""
         self.check_held()
         if self.ranks.first:
-            # A file of others is reported while the progress can still be saved.
+            # Checked each step, so that the finished steps can still be saved.
             states.check_places(self.out)
         self.poll()
 
@@ -280,7 +304,7 @@ class Trainer:
             error = raised
         self.ranks.agree(error)
 
-    def tell(self, line: Line) -> None:
+    def report_line(self, line: Line) -> None:
         """Report a line of the log. Only the first rank reports."""
         if not self.ranks.first:
             return
@@ -306,7 +330,7 @@ class Trainer:
 
         def encode(samples: Sequence[Sequence[Sample]], part: slice) -> tuple[list[PhaseData], Inputs | None]:
             on_entry, poll = partial(on_progress, "latents and captions"), self.check_cancelled
-            with load_encoders(settings, self.chosen_device(), poll) as encoders:
+            with load_encoders(settings, self.requested_device(), poll) as encoders:
                 data = [
                     schedule.prepare_phase(
                         samples_of_phase[part], phase, settings, store, encoders, ids, poll, on_entry, broken
@@ -346,9 +370,6 @@ class Trainer:
         check_same(ranks, {states.MODEL: model, "images": [phase.digest for phase in self.data]}, "data")
         self.config = {**self.config, states.MODEL: model}
 
-    def chosen_device(self) -> torch.device:
-        return self.ranks.device or chosen_device(self.settings.device)
-
     # The model
 
     def load_base(self) -> SanaTransformer2DModel:
@@ -360,12 +381,8 @@ class Trainer:
         if self.is_sharded:
             device = "cpu" if ranks.first else "meta"
         elif settings.method.base == "full":
-            device = self.chosen_device()
+            device = self.requested_device()
         return load_transformer(settings.model, device, dtype, reference=settings.reference)
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.ranks.launched and self.settings.parallel.kind != optimizers.DDP
 
     def set_up(self, transformer: SanaTransformer2DModel, shift: float, device: torch.device | None = None) -> None:
         """Make `transformer` ready for training: its adapter or ControlNet, device, shards, optimizer and average.
@@ -405,16 +422,6 @@ class Trainer:
             self.optimizer.total = ranks.all_reduce
         self.average = optimizers.start_average(self.parameters) if chosen.ema else None
 
-    @property
-    def models(self) -> list[Any]:
-        """The transformer, and the ControlNet if one is trained. The last one is trained."""
-        return [self.transformer] if self.controlnet is None else [self.transformer, self.controlnet]
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes. Offloaded rows are in the CPU's memory."""
-        return self.ranks.device or next(self.transformer.parameters()).device
-
     # Resume
 
     def resume(self) -> None:
@@ -448,14 +455,6 @@ class Trainer:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
             self.best = self.validated = None
 
-    @property
-    def phase(self) -> Phase:
-        return self.settings.phase[self.progress.phase]
-
-    @property
-    def phase_data(self) -> PhaseData:
-        return self.data[self.progress.phase]
-
     def warm_up_ddp_buckets(self) -> None:
         """Compute gradients of the next step and throw them away.
 
@@ -464,9 +463,9 @@ class Trainer:
         equal bit by bit.
         """
         if self.layout.replica is not None:
-            pieces, _ = self.load_step(self.groups[self.progress.position])
+            microbatches, _ = self.load_step(self.groups[self.progress.position])
             with self.layout.backward(last=True) as compute:
-                compute(lambda: self.piece_loss(pieces[0])).sum().backward()
+                compute(lambda: self.microbatch_loss(microbatches[0])).sum().backward()
             self.optimizer.zero_grad()
 
     # The loop
@@ -481,8 +480,10 @@ class Trainer:
                     self.wait_for_save()
             with self.saving_on_error():
                 self.validate_if_due()
-            step, is_best = self.progress.step, self.best is not None and self.best.step == self.progress.step
+            step = self.progress.step
+            is_best = self.best is not None and self.best.step == step
             if not self.groups or step % self.settings.save_every == 0 or is_best:
+                # If the last state could not be completed, save this step before raising the error.
                 with self.saving_on_error():
                     self.wait_for_save()
                 self.save()
@@ -496,14 +497,14 @@ class Trainer:
             if self.progress.position == len(self.groups) or self.progress.phase_step == self.phase.steps:
                 self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
             with self.saving_on_error():
-                self.tell({**line, "steps": total})
+                self.report_line({**line, "steps": total})
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
-        """Save the finished steps if a callback cancels in this context, or if an error occurs that all ranks know.
+        """Save the finished steps if the body raises. The body must leave the weights unchanged.
 
-        The context changes no weights, or restores them. After an error while it restores them, nothing is saved. A
-        rank that fails alone ends at once, and the other ranks learn of it.
+        Nothing is saved if a validation could not restore the weights, or if only this rank failed, because saving
+        needs all ranks.
         """
         try:
             yield
@@ -521,7 +522,7 @@ class Trainer:
                     self.save()
                     self.wait_for_save()
                 except Exception:
-                    # The error of saving is raised, and this one would be lost.
+                    # The error of the save is raised instead, so log this one.
                     logger.error("%s", str(error) or type(error).__name__)
                     raise
             raise
@@ -538,12 +539,12 @@ class Trainer:
         if not is_due or self.validated == step:
             return
         loss = None
-        with self.averaged():
+        with self.weights_to_save():
             if self.phase_data.held_out:
                 loss = self.validation_loss()
                 line: Line = {"step": step, "validation_loss": loss}
                 self.ranks.run_on_rank0(partial(self.log.add, line))
-                self.tell(line)
+                self.report_line(line)
             if self.settings.validation.prompts:
                 models = self.gather_models(self.device, trained_alone=False)
                 self.ranks.run_on_rank0(lambda: self.preview(models))
@@ -552,8 +553,11 @@ class Trainer:
             self.best = schedule.better(self.best, loss, self.progress)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Hold the weights to validate and save in the parameters: the moving average, if there is one."""
+    def weights_to_save(self) -> Iterator[None]:
+        """Put the weights that are validated and saved into the parameters, and turn dropout off.
+
+        These are the moving average or schedulefree's weights, if there are any.
+        """
         # Only adapters have dropout. Without this condition, every kind of training would need peft.
         dropout = trained_model.without_dropout(self.transformer) if self.settings.method.dropout else nullcontext()
         with optimizers.validation_weights(self.optimizer), dropout:
@@ -567,13 +571,13 @@ class Trainer:
     def validation_loss(self) -> float:
         """Return the mean loss of the phase's held-out images. With the consistency loss it is the mean error.
 
-        Each image is measured at VALIDATION_TIMES times with one noise. They are the same in every validation.
+        Each image is measured at VALIDATION_TIMES times with one noise. All validations have the same times and noise.
         """
         ranks, data = self.ranks, self.phase_data
         held_out, total = data.held_out, 0.0
-        # All ranks compute the same number of losses, because FSDP gathers weights in each forward. Excess losses do
-        # not count.
-        for number in range(ranks.rank, -(-len(held_out) // ranks.size) * ranks.size, ranks.size):
+        # FSDP gathers weights in each forward, so all ranks compute the same number of losses. Extra ones do not count.
+        rounds = math.ceil(len(held_out) / ranks.size)
+        for number in range(ranks.rank, rounds * ranks.size, ranks.size):
             index, counts = held_out[number % len(held_out)], number < len(held_out)
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
@@ -596,8 +600,9 @@ class Trainer:
     def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
         """Return the models with whole weights on the first rank, no models on the others. All ranks have to call this.
 
-        Shards are gathered on `device`. With `trained_alone` the frozen weights stay empty. If no adapter is trained,
-        shards are gathered in the dtype in which they are saved. Adapters are scaled before they are converted.
+        Without shards they are the models themselves. Shards are gathered on `device`. With `trained_alone` the frozen
+        weights stay empty. If no adapter is trained, shards are gathered in the dtype in which they are saved. Adapters
+        are scaled before they are converted.
         """
         shards, settings = self.layout.shards, self.settings
         if shards is None:
@@ -619,7 +624,10 @@ class Trainer:
     # A saved state
 
     def save(self) -> None:
-        """Save a state unless the last one is of the same step. A thread moves it to its place and removes old ones."""
+        """Save the current step if it is new. Step 0 is never saved.
+
+        The weights are copied to disk here. A thread completes the state and removes old ones.
+        """
         self.wait_for_save()
         complete: Callable[[], None] | None = None
         step = self.progress.step
@@ -636,6 +644,7 @@ class Trainer:
             if complete is not None:
                 complete()
             elif step and validated == step:
+                # The step was saved before its validation, so add the validation to the state.
                 try:
                     states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
                 except SanaError as error:
@@ -658,19 +667,19 @@ class Trainer:
         except Exception:
             self.completing = None
             if self.best is not None and self.best.step == self.saved:
-                # The next validation becomes the best, because the state of this one does not exist.
+                # The state of the best step does not exist. Let the next validation replace it.
                 self.best, self.validated = self.best._replace(step=0), None
             self.saved = -1
             raise
         finally:
-            # The error's traceback has this frame, and the job has the error. Without this, the model would stay in
-            # memory until the garbage collector runs.
+            # Break the cycle error, traceback, frame, job, which would keep the model in memory until the garbage
+            # collector runs.
             completing = None
 
     def gather_and_export(self, part: Path) -> None:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
-        with self.averaged():
-            # The file of a LoRA or LoKr has no base weights. A DoRA needs the base to be written for ComfyUI.
+        with self.weights_to_save():
+            # Only DoRA's file needs base weights.
             method = self.settings.method
             trained_alone = method.is_adapter and not ADAPTERS[method.kind].needs_base
             models = self.gather_models(torch.device("cpu"), trained_alone)
@@ -685,12 +694,12 @@ class Trainer:
             return
         (transformer,) = models
         tensors = trained_model.adapter_tensors(transformer, getattr(torch, settings.dtype))
-        method = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
+        adapter_info = {"kind": settings.method.kind, "rank": settings.method.rank, "seed": settings.seed}
         metadata = {
             "base": Path(settings.model).name,
             "trigger": settings.trigger,
             "reference": transformer.config.reference,
-            "settings": json.dumps(method),
+            "settings": json.dumps(adapter_info),
         }
         trained_model.write_adapter(folder / self.lora_file, transformer, tensors, settings.method, metadata)
 
@@ -726,24 +735,23 @@ class Trainer:
         inside one.
         """
         ranks = self.ranks
-        pieces, total = self.load_step(group)
-        # A list, which the last backward empties, because a variable would keep the graph.
+        microbatches, total = self.load_step(group)
+        # Holds the last loss. `pop` frees its graph, which a local variable would keep.
         last_loss: list[torch.Tensor] = []
-
-        def begin() -> tuple[float, TrainingError | None]:
-            return self.begin_gradients(pieces, total, last_loss)
-
-        # FSDP gathers weights in each forward. DDP sums gradients in the last backward only.
+        begin = partial(self.all_but_last_backward, microbatches, total, last_loss)
+        # The function of run_on_all must not communicate. DDP communicates only in the last backward, so everything
+        # before it can run inside. FSDP communicates in each forward, so there an error of one rank ends only that
+        # rank.
         mean, fault = ranks.run_on_all(begin) if self.layout.shards is None else begin()
         last_loss.pop().backward()
-        mean, faults = ranks.total(mean, float(fault is not None))
+        mean, failed_ranks = ranks.total(mean, float(fault is not None))
         norm = self.layout.clip(self.parameters, self.settings.optimizer.clip)
 
         def check() -> None:
             if fault is not None:
                 raise fault
-            if not faults and not norm < float("inf"):
-                names = ", ".join(name for piece in pieces for name in piece.batch.names[:2])
+            if not failed_ranks and not math.isfinite(norm):
+                names = ", ".join(name for microbatch in microbatches for name in microbatch.batch.names[:2])
                 raise TrainingError(
                     f"training: in step {self.progress.step} the gradients of {names:.120} are not finite; lower "
                     "learning_rate"
@@ -752,48 +760,48 @@ class Trainer:
         ranks.run_on_all(check)
         return mean, norm
 
-    def load_step(self, group: Sequence[Sequence[int]]) -> tuple[list[Piece], int]:
-        """Return this rank's pieces of a step, and the number of images that all ranks learn in it.
+    def load_step(self, group: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
+        """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
 
         A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
         it, or if no image of the step is left, an error on all ranks names every broken image of the step.
         """
         ranks, cache = self.ranks, self.phase_data.cache
-        microbatches_here = microbatches(group, ranks.rank, ranks.size)
+        rank_share = sharding.microbatches(group, ranks.rank, ranks.size)
         total = sum(map(len, group))
         if not isinstance(cache, Stream):
 
-            def load() -> list[Piece]:
-                return [Piece(indices, counts, cache.load(indices)) for indices, counts in microbatches_here]
+            def load() -> list[LoadedMicrobatch]:
+                return [LoadedMicrobatch(indices, counts, cache.load(indices)) for indices, counts in rank_share]
 
             return ranks.run_on_all(load), total
         skip = self.settings.skip_broken
         broken: dict[int, SanaError] = {}
 
-        def read() -> list[Piece]:
-            pieces = []
-            for indices, counts in microbatches_here:
+        def read() -> list[LoadedMicrobatch]:
+            loaded = []
+            for indices, counts in rank_share:
                 readable, batch = cache.load_readable(indices, broken, skip)
-                pieces.append(Piece(readable, counts, batch) if readable else Piece(indices[:1], False, batch))
-            return pieces
+                loaded.append(LoadedMicrobatch(readable or indices[:1], counts and bool(readable), batch))
+            return loaded
 
-        pieces = ranks.run_on_all(read)
+        microbatches = ranks.run_on_all(read)
         broken = {index: fault for faults in ranks.all_gather(broken) for index, fault in faults.items()}
         total -= len(broken)
 
         def check_broken() -> None:
             faults = [broken[index] for index in sorted(broken)]
-            if faults and skip and total and all(map(is_unreadable, faults)):
-                if ranks.first:
-                    warn_of_skipped(faults)
-            else:
+            can_skip = skip and total > 0 and all(map(is_unreadable, faults))
+            if faults and not can_skip:
                 Faults(faults).check()
+            if faults and ranks.first:
+                warn_of_skipped(faults)
 
         ranks.run_on_all(check_broken)
-        return pieces, total
+        return microbatches, total
 
-    def begin_gradients(
-        self, pieces: Sequence[Piece], total: int, last_loss: list[torch.Tensor]
+    def all_but_last_backward(
+        self, microbatches: Sequence[LoadedMicrobatch], total: int, last_loss: list[torch.Tensor]
     ) -> tuple[float, TrainingError | None]:
         """Compute the gradients of a step, except for the last backward. Its loss is put into `last_loss`.
 
@@ -802,14 +810,14 @@ class Trainer:
         """
         settings, step = self.settings, self.progress.step
         mean, fault = 0.0, None
-        for number, piece in enumerate(pieces, 1):
-            last = number == len(pieces)
+        for number, microbatch in enumerate(microbatches, 1):
+            last = number == len(microbatches)
             dropping = seeded_dropout(self.device, (settings.seed, step, number, self.ranks.rank))
             with dropping, self.layout.backward(last) as compute:
-                losses = compute(lambda piece=piece: self.piece_loss(piece))  # type: ignore[misc]
+                losses = compute(partial(self.microbatch_loss, microbatch))
                 finite = losses.detach().isfinite().tolist()
                 if fault is None and not all(finite):
-                    name = piece.batch.names[finite.index(False)]
+                    name = microbatch.batch.names[finite.index(False)]
                     fault = TrainingError(
                         f"training: in step {step} the loss of {name} is not finite; lower learning_rate, or remove it"
                     )
@@ -822,13 +830,13 @@ class Trainer:
             mean += float(losses.detach().sum()) / total
         return mean, fault
 
-    def piece_loss(self, piece: Piece) -> torch.Tensor:
-        """Return the losses [B] of a piece of a step. A piece that does not count has zeros, but with gradients.
+    def microbatch_loss(self, microbatch: LoadedMicrobatch) -> torch.Tensor:
+        """Return the losses [B] of a microbatch. If it does not count, they are zeros, but with gradients.
 
         Noise and time of an image depend on the run's seed, phase, epoch and the image. So they do not depend on the
         rank or the batch that the image is in.
         """
-        indices, counts, batch = piece
+        indices, counts, batch = microbatch
         settings, progress, data = self.settings, self.progress, self.phase_data
         keys = [(settings.seed, progress.phase, progress.epoch, index) for index in indices]
         draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
@@ -877,6 +885,7 @@ class Trainer:
         """Let the optimizer take its step at the learning rate `rate`, and update the average."""
         settings, step = self.settings, self.progress.step
         optimizers.set_learning_rate(self.optimizer, rate)
+        # With offloading the trained rows are on the CPU, not on `self.device`.
         device = next(iter(self.parameters.values())).device
         optimizers.step_optimizer(self.optimizer, torch.Generator(device).manual_seed(settings.seed + step))
         self.optimizer.zero_grad()
@@ -965,7 +974,7 @@ def describe_config(settings: TrainingSettings) -> Json:
     if method.kind == "controlnet":
         config["blocks"] = method.blocks
     elif method.kind != "full":
-        # A state has the weights before alpha scales them.
+        # A state contains unscaled weights, so alpha must not change. alpha = rank is the same as no alpha.
         alpha = None if method.scale == 1.0 else method.alpha
         config |= {"rank": method.rank, "alpha": alpha, "targets": method.targets}
         if method.layers:
