@@ -91,6 +91,9 @@ class Ranks(NamedTuple):
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of `values` over all ranks. All of them have to call this."""
+        if self.size == 1:
+            # A tensor has no data while `benchmarks/train_memory.py` counts a step.
+            return list(values)
         return self.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
