@@ -25,7 +25,7 @@ from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture, build_tra
 from ..model.latents import CHANNELS
 from ..runtime.cancellation import Poll, no_poll
 from .cache import Batch
-from .came import CAME
+from .came import CAME, SMALLEST
 from .loss import consistency_loss
 from .optimizers import OPTIMIZERS, make_optimizer, step_optimizer
 from .settings import CONSISTENCY, Method, TrainingSettings
@@ -303,6 +303,11 @@ def count_optimizer(
         step_optimizer(optimizer, torch.Generator().manual_seed(0))
         return live.alive - before, live.peak - live.alive
 
+    # torchao computes its table of 8-bit values once per process. Compute it here, from tensors that have data.
+    with torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+        parameter = torch.nn.Parameter(torch.zeros(SMALLEST))
+        parameter.grad = torch.zeros_like(parameter)
+        make_optimizer(name, [parameter], 1e-4).step()
     local: Counter[Shape] = Counter()
     for (rows, *columns), number in trained:
         local[(-(-rows // shards), *columns)] += number

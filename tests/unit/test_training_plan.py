@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +222,26 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
                 held += sum(part.nbytes for part in parts)
     counted, _ = count_optimizer(name, [(shape, 1) for shape in shapes], torch.float32, 1)
     assert counted == pytest.approx(held, rel=0.03)
+
+
+def test_a_count_leaves_torchao_s_table_of_8_bit_values_intact():
+    """torchao computes the table once per process. A new process has not done it yet."""
+    pytest.importorskip("torchao.optim")
+    code = (
+        "import torch\n"
+        "from sana_core.training.memory_counter import count_optimizer\n"
+        "from sana_core.training.optimizers import make_optimizer\n"
+        "count_optimizer('adamw8bit', [((64, 64), 1)], torch.float32, 1)\n"
+        "parameter = torch.nn.Parameter(torch.zeros(64, 64))\n"
+        "parameter.grad = torch.linspace(0.5, 1, 256).repeat(16).reshape(64, 64)\n"
+        "optimizer = make_optimizer('adamw8bit', [parameter], 1e-3)\n"
+        "with torch.compiler.set_stance('force_eager'):\n"
+        "    optimizer.step()\n"
+        "average = optimizer.state[parameter]['exp_avg'].dequantize()\n"
+        "torch.testing.assert_close(average, 0.1 * parameter.grad, rtol=0.05, atol=0)\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
 
 
 def make_lion(groups, settings):
