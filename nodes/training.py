@@ -91,8 +91,8 @@ def widget(name: str, optional: bool = False) -> io.Input:
     options = {"default": info.default, "tooltip": info.help}
     if optional:
         options |= {"optional": True, "advanced": field.advanced}
-    if info.names:
-        return io.Combo.Input(name, options=list(info.names), **options)
+    if info.choices:
+        return io.Combo.Input(name, options=list(info.choices), **options)
     if info.kind is bool:
         return io.Boolean.Input(name, **options)
     if info.kind is str:

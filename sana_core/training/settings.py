@@ -30,13 +30,13 @@ class AdapterSpec(NamedTuple):
 
     # The class of its config in peft.
     config: str
-    # The scale alpha / rank is folded into one of these matrices.
+    # Matrices that take the factor alpha / rank when the file is written. LoKr has only one of the two.
     scaled: tuple[str, ...]
-    # A file with one of these parts has an adapter of this kind, unless a later row fits as well.
+    # A file that contains one of these tensors is of this kind. If several rows match, the last one counts.
     marks: tuple[str, ...]
-    # More options of that class than rank, alpha, layers and dropout.
+    # Additional arguments of the config class.
     options: Mapping[str, bool] = {}
-    # The exact base weights are needed: to train it, so that they cannot be in 8 bits, and to write its file.
+    # The exact base weights are needed to train and to write the file. So no int8 base.
     needs_base: bool = False
 
     @property
@@ -59,13 +59,13 @@ QUANTISED = tuple(name for name, row in ADAPTERS.items() if not row.needs_base)
 FINDING_RATE = tuple(name for name, row in OPTIMIZERS.items() if row.finds_rate)
 TARGETS = ("attention", "feed_forward", "both")
 SCHEDULES = ("constant", "cosine", "linear")
-# Schedules with a parameter: Phase.cycles and Phase.power.
-SHAPED = ("cosine_with_restarts", "polynomial")
+# The parameter is Phase.cycles or Phase.power.
+SCHEDULES_WITH_PARAMETER = ("cosine_with_restarts", "polynomial")
 LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
 # Names that Windows reserves for devices, with any ending.
-DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
+WINDOWS_NAMES = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
 # Bytes of a name in UTF-8. File systems allow 255 bytes with the ending.
 LONGEST_NAME = 240
 LARGEST_FILE = 1_000_000
@@ -75,13 +75,12 @@ SINGLE_QUOTES = "write a path with backslashes in single quotes, or with /"
 WIDTH = 100
 # Larger limits only prevent overflows, and the description leaves them out.
 LARGEST_LIMIT = 10**5
-# The path of a file or folder. A settings file contains it relative to the file's folder. It may differ between the
-# machines of a run.
+# A path. In a settings file it is relative to the file. Ranks on several machines may have different ones.
 Place = Annotated[str, "place"]
 # Checks the value of a field. It gets the field's name and value, and raises InputError.
 Check = Callable[[str, Any], None]
-# The options without which a field has no effect, and their values with which it has one. "kind" is an option in the
-# same table, "method.kind" one in the table method. (): any value except the default.
+# {option: values}. The field has an effect only if each option has one of these values. (): any value except the
+# option's default. "kind" is in the same table, "method.kind" in the table method.
 Needs = Mapping[str, Sequence[Any]]
 
 
@@ -136,7 +135,7 @@ class Method:
         within(1, 1024),
     )
     alpha: float | None = for_adapters(
-        None, "The effect of the LoRA is scaled by alpha / rank. 0: not scaled.", within(0, 1e5)
+        None, "The effect of the LoRA is scaled by alpha / rank. Not set or 0: not scaled.", within(0, 1e5)
     )
     targets: str = for_adapters(
         "attention",
@@ -305,7 +304,7 @@ class Phase:
     schedule: str = setting(
         "constant",
         "The learning rate after the warmup: it stays, or it falls to 0 along a cosine or a line.",
-        among(*SCHEDULES, *SHAPED),
+        among(*SCHEDULES, *SCHEDULES_WITH_PARAMETER),
     )
     warmup: int = setting(0, "Steps in which the learning rate rises from 0.", within(0, 10**9))
     cycles: int = setting(
@@ -353,7 +352,7 @@ class Phase:
     @property
     def largest(self) -> int:
         """The resolution that takes the most memory."""
-        return max(self.resolution, *self.resolutions, 0)
+        return max((self.resolution, *self.resolutions))
 
 
 for_prompts = partial(setting, needs={"prompts": ()})
@@ -464,7 +463,7 @@ class FieldInfo(NamedTuple):
     default: Any
     low: float | None
     high: float | None
-    names: tuple[str, ...]  # the options of a choice
+    choices: tuple[str, ...]
     help: str
 
 
@@ -472,12 +471,12 @@ def describe_field(path: str) -> FieldInfo:
     """Return the type, limits and help of a field such as "seed", "optimizer.clip" or "phase.steps"."""
     table, _, name = path.rpartition(".")
     (row,) = (row for row in fields(TABLES[table]) if row.name == name)
-    # For `float | None`, None is the default in a settings file only. A tuple has values of one type.
+    # The type in `float | None` and in `tuple[float, ...]` is float.
     hint = get_type_hints(TABLES[table])[name]
     kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
     limits = getattr(row.metadata["check"], "keywords", {})
-    low, high, names = limits.get("low"), limits.get("high"), limits.get("names", ())
-    return FieldInfo(kind, row.default, low, high, names, row.metadata["help"])
+    low, high, choices = limits.get("low"), limits.get("high"), limits.get("names", ())
+    return FieldInfo(kind, row.default, low, high, choices, row.metadata["help"])
 
 
 def check_settings(settings: TrainingSettings) -> TrainingSettings:
@@ -486,8 +485,13 @@ def check_settings(settings: TrainingSettings) -> TrainingSettings:
     for number, phase in enumerate(settings.phase, 1):
         check_fields(phase, f"phase {number}: ")
     check_method(settings)
-    check_used(settings, settings)
     validation = settings.validation
+    images, prompts = len(validation.control), len(validation.prompts)
+    if settings.method.kind == "controlnet" and prompts and images not in (1, prompts):
+        raise InputError(
+            f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
+        )
+    check_used(settings, settings)
     if validation.every and not (validation.prompts or validation.share):
         raise unused("validation.every", validation.every, "validation.prompts or validation.share")
     check_parallel(settings)
@@ -548,7 +552,7 @@ def unused(name: str, value: Any, needed: str) -> InputError:
 
 
 def check_method(settings: TrainingSettings) -> None:
-    """Raise InputError if the method cannot be trained with this precision, base, loss or number of control images."""
+    """Raise InputError if the method cannot be trained with this precision, base or loss."""
     method = settings.method
     if method.weights == "bfloat16" and settings.dtype == "float32":
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")
@@ -557,11 +561,6 @@ def check_method(settings: TrainingSettings) -> None:
     if settings.loss.kind == CONSISTENCY and not method.is_adapter:
         raise InputError(
             f"loss: got consistency with method {method.kind}, expected flow; or choose {', '.join(ADAPTERS)}"
-        )
-    images, prompts = len(settings.validation.control), len(settings.validation.prompts)
-    if method.kind == "controlnet" and prompts and images not in (1, prompts):
-        raise InputError(
-            f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
         )
 
 
@@ -586,7 +585,7 @@ def check_name(name: str) -> None:
     is_stable = name == name.strip() and not name.endswith(".")
     if not name or not is_stable or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
         raise InputError(f"name: got {name!r:.40}, expected the name of a file; use letters and digits")
-    if name.partition(".")[0].rstrip().casefold() in DEVICES:
+    if name.partition(".")[0].rstrip().casefold() in WINDOWS_NAMES:
         raise InputError(f"name: got {name!r:.40}, which Windows reserves for a device; choose another")
     if name.casefold() == "state":
         raise InputError(f"name: got {name!r}, which is that of a state's own file; choose another")
@@ -627,8 +626,8 @@ def describe_settings() -> str:
                 continue
             info = describe_field(f"{table}.{row.name}")
             comment = info.help
-            if info.names:
-                comment += f" One of {', '.join(info.names)}."
+            if info.choices:
+                comment += f" One of {', '.join(info.choices)}."
             elif info.low is not None and info.high is not None:
                 limit = f"{info.low:g} to {info.high:g}" if info.high <= LARGEST_LIMIT else f"at least {info.low:g}"
                 comment += f" Range: {limit}."

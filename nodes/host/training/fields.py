@@ -33,7 +33,7 @@ class Field(NamedTuple):
         """Return the setting as the canvas shows it."""
         info = describe_field(self.path)
         default = info.default if self.default is None else self.default
-        return info._replace(default=default, names=self.names or info.names)
+        return info._replace(default=default, choices=self.names or info.choices)
 
 
 MAIN = {
