@@ -22,7 +22,7 @@ from .came import BUCKET, CAME, SMALLEST, shard_sizes
 # How several GPUs can train one model: the values of `parallel.kind`.
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
 # Bits of fp32's fraction that bf16 leaves out.
-DROPPED = 16
+DROPPED_BITS = 16
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -231,8 +231,8 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     bits = values.view(torch.int32)
     # The sum below can overflow for a NaN, as CUDA's 0x7FFFFFFF, and become a finite number.
     not_numbers = values.isnan()
-    bits.add_(torch.randint(1 << DROPPED, bits.shape, generator=generator, dtype=torch.int32, device=bits.device))
-    bits.bitwise_and_(-1 << DROPPED)
+    bits.add_(torch.randint(1 << DROPPED_BITS, bits.shape, generator=generator, dtype=torch.int32, device=bits.device))
+    bits.bitwise_and_(-1 << DROPPED_BITS)
     return values.masked_fill_(not_numbers, torch.nan)
 
 

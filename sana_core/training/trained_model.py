@@ -152,7 +152,8 @@ def write_adapter(
     """Write the `tensors` of `adapter_tensors` to `file`, with `metadata`. Raises OSError."""
     metadata = {"format": "pt", **metadata}
     if ADAPTERS[method.kind].is_lora:
-        # Loaders build peft's LoraConfig from this. diffusers 0.35 requires the patterns.
+        # Loaders build peft's LoraConfig from this. alpha = rank, because the scale is already in the weights.
+        # diffusers 0.35 requires the patterns.
         peft_settings = {"r": method.rank, "lora_alpha": method.rank, "target_modules": layer_names(method)}
         peft_settings |= {"use_dora": method.kind == "dora", "rank_pattern": {}, "alpha_pattern": {}}
         metadata["lora_adapter_metadata"] = json.dumps(
@@ -171,10 +172,10 @@ def write_adapter(
 
 @contextmanager
 def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Merge the adapter into the weights inside the context, as programs do that load the file of `tensors`.
+    """Merge the adapter into the weights inside the context, and restore them bit for bit.
 
-    Such a program adds the adapter to the weights once, in their precision, while training adds outputs. Afterwards
-    the weights have their old bits.
+    This is what programs do that load the file of `tensors`: they round once to the weights' dtype, while training adds
+    two outputs.
     """
     layers = adapter_layers(transformer)
     weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
@@ -191,15 +192,15 @@ def merged(transformer: SanaTransformer2DModel, tensors: Mapping[str, torch.Tens
             weights[name].copy_(before[name])
 
 
-def begin_at(transformer: SanaTransformer2DModel, method: Method) -> None:
+def load_start(transformer: SanaTransformer2DModel, method: Method) -> None:
     """Copy the weights of the file `method.start` into the adapter that `add_adapter` put on `transformer`.
 
     The adapter then has the effect of the file. If the file's alpha differs from `method`, the weights are scaled to
     compensate. Raises InputError if kind, rank or targets of `method` differ from the file.
     """
     modules = {name: getattr(module, "base_layer", module) for name, module in transformer.named_modules()}
-    weighty = (torch.nn.Linear, torch.nn.Conv2d)
-    shapes = {name: module.weight.shape for name, module in modules.items() if isinstance(module, weighty)}
+    layers_with_weights = (torch.nn.Linear, torch.nn.Conv2d)
+    shapes = {name: layer.weight.shape for name, layer in modules.items() if isinstance(layer, layers_with_weights)}
     adapters, file = read_whole(method.start, shapes), shown(Path(method.start))
     check_kind({part for adapter in adapters.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
@@ -284,7 +285,7 @@ def check_steerable(config: TransformerConfig, blocks: int) -> None:
         )
 
 
-def begin_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: torch.dtype) -> SanaControlNetModel:
+def make_controlnet(transformer: SanaTransformer2DModel, blocks: int, dtype: torch.dtype) -> SanaControlNetModel:
     """Return a ControlNet with copies of the first `blocks` of `transformer`, in `dtype`, at first without effect.
 
     It follows the reference of `transformer`. The copies and the projections require gradients. The other modules are
@@ -351,9 +352,9 @@ def steering_residuals(
 
 @contextmanager
 def steered(transformer: SanaTransformer2DModel, residuals: Sequence[torch.Tensor | None]) -> Iterator[Any]:
-    """Give the `controlnet_block_samples` of the library's forward, so that residual i acts after block i.
+    """Yield the argument `controlnet_block_samples`, so that residual i acts after block i.
 
-    The library's first sample acts after the second block. This context adds the residual of the first block.
+    diffusers adds its first sample after the second block, so a hook adds the residual of the first block.
     """
     first = residuals[0] if residuals else None
     if first is None:
@@ -369,8 +370,8 @@ def steered(transformer: SanaTransformer2DModel, residuals: Sequence[torch.Tenso
 # A base in 8 bits
 #
 # A frozen model in 8 bits under an adapter in float32 takes half the memory of bfloat16 (Dettmers et al. 2023, QLoRA).
-# Each row of a weight has one scale, its largest number over 127. A product converts its weight for the output, and
-# again for the gradient, so that only one layer's converted weight is in memory.
+# Each row of a weight has one scale: the row's largest absolute value / 127. The weight is dequantised in the forward
+# and again in the backward, so only one layer's full weight is in memory.
 
 LARGEST_CODE = 127
 
@@ -389,8 +390,8 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.to(scale.dtype) * scale
 
 
-class Product(torch.autograd.Function):
-    """x @ weight.T + bias with a frozen weight in 8 bits. Its converted weight is not stored for the gradient of x."""
+class Int8Product(torch.autograd.Function):
+    """x @ weight.T + bias with a frozen weight in 8 bits. The dequantised weight is not saved for the backward."""
 
     @staticmethod
     def forward(
@@ -422,7 +423,7 @@ class EightBitLinear(torch.nn.Linear):
         return dequantise(self.codes, self.scale)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return Product.apply(input, self.codes, self.scale, self.bias)
+        return Int8Product.apply(input, self.codes, self.scale, self.bias)
 
 
 class EightBitPointwise(torch.nn.Conv2d):
@@ -436,7 +437,7 @@ class EightBitPointwise(torch.nn.Conv2d):
         return dequantise(self.codes, self.scale)[..., None, None]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return Product.apply(input.movedim(1, -1), self.codes, self.scale, self.bias).movedim(-1, 1)
+        return Int8Product.apply(input.movedim(1, -1), self.codes, self.scale, self.bias).movedim(-1, 1)
 
 
 def quantise_layer(layer: torch.nn.Module) -> None:
@@ -455,8 +456,9 @@ def quantise_layer(layer: torch.nn.Module) -> None:
 
 
 def quantise_base(transformer: SanaTransformer2DModel) -> None:
-    """Put the frozen weights of the blocks of `transformer` into 8 bits, one by one. They are 95 % of it or more.
+    """Put the frozen weights of the blocks of `transformer` into 8 bits, one by one.
 
+    They are at least 95 % of the model.
     The depthwise convolutions, the embeddings of image, time and caption, and an adapter do not change.
     """
     for block in transformer.transformer_blocks:

@@ -394,11 +394,11 @@ class Trainer:
         if method.kind == "full":
             transformer.requires_grad_(True)
         elif method.kind == "controlnet":
-            self.controlnet = trained_model.begin_controlnet(transformer, method.blocks, getattr(torch, method.weights))
+            self.controlnet = trained_model.make_controlnet(transformer, method.blocks, getattr(torch, method.weights))
         else:
             trained_model.add_adapter(transformer, method, settings.seed)
             if needs_start(settings):
-                trained_model.begin_at(transformer, method)
+                trained_model.load_start(transformer, method)
             if method.base != "full":
                 trained_model.quantise_base(transformer)
         for model in self.models:
@@ -937,7 +937,7 @@ def check_base(settings: TrainingSettings) -> None:
         trained_model.check_layers(dict(module.named_modules()), settings.method)
     if needs_start(settings):
         trained_model.add_adapter(module, settings.method, settings.seed)
-        trained_model.begin_at(module, settings.method)
+        trained_model.load_start(module, settings.method)
     # This raises an error if the shift is out of range.
     read_shift(settings)
 

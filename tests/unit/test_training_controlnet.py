@@ -21,7 +21,7 @@ from sana_core.model.reference import model_timestep
 from sana_core.training import trainer
 from sana_core.training.loss import flow_loss
 from sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.trained_model import begin_controlnet, check_steerable
+from sana_core.training.trained_model import check_steerable, make_controlnet
 from sana_core.training.trainer import Trainer
 
 REFERENCES = ("diffusers", "nvidia")
@@ -35,7 +35,7 @@ def models(request, checkpoint):
 
 def learnt(checkpoint, reference, dtype=torch.float32):
     transformer = sana_core.load_transformer(checkpoint, dtype=dtype, reference=reference)
-    return transformer, learn_something(begin_controlnet(transformer, 3, dtype))
+    return transformer, learn_something(make_controlnet(transformer, 3, dtype))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def steered_loss(models, batch):
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_at_first_it_changes_nothing_and_its_projections_alone_have_gradients(checkpoint, batch, reference):
     transformer = sana_core.load_transformer(checkpoint, reference=reference)
-    controlnet = begin_controlnet(transformer, 3, torch.float32)
+    controlnet = make_controlnet(transformer, 3, torch.float32)
     loss = steered_loss((transformer, controlnet), batch)
     torch.testing.assert_close(loss, loss_of(transformer, batch), atol=1e-6, rtol=0)
     loss.sum().backward()

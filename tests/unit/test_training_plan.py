@@ -42,7 +42,7 @@ from sana_core.training.plan import (
 )
 from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.settings import CONSISTENCY, FLOW, Loss, Method, Parallel, Validation, read_settings
-from sana_core.training.trained_model import adapter_layers, add_adapter, begin_controlnet, quantise_base
+from sana_core.training.trained_model import adapter_layers, add_adapter, make_controlnet, quantise_base
 
 SMALL = Architecture(640, 2)
 DISTILLED = Architecture(640, 5, qk_norm=True, guidance_embeds=True)
@@ -185,7 +185,7 @@ def test_blocks_that_differ_take_as_much_memory_as_predicted(layers):
 def test_a_controlnet_has_as_many_parameters_as_the_library_gives_it():
     model = Architecture(320, 8)
     module = train_memory.transformer(model, torch.float32, 512)
-    controlnet = begin_controlnet(module, 5, torch.float32)
+    controlnet = make_controlnet(module, 5, torch.float32)
     trained = Counter(tuple(parameter.shape) for parameter in controlnet.parameters() if parameter.requires_grad)
     step = counted_step(model, make_settings(512, method=Method("controlnet", blocks=5), dtype="float32"))
     assert dict(step.trained) == trained

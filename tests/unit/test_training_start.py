@@ -19,7 +19,7 @@ import sana_core
 from sana_core.errors import CheckpointError, InputError, MissingFileError
 from sana_core.training import trainer
 from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
-from sana_core.training.trained_model import adapter_tensors, add_adapter, begin_at
+from sana_core.training.trained_model import adapter_tensors, add_adapter, load_start
 
 RANK = 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -30,7 +30,7 @@ def begun(checkpoint, file, **method):
     transformer = sana_core.load_transformer(checkpoint)
     run_settings = Method(**{"rank": RANK, **method}, start=str(file))
     add_adapter(transformer, run_settings, seed=3)
-    begin_at(transformer, run_settings)
+    load_start(transformer, run_settings)
     return velocity(transformer)
 
 
