@@ -41,7 +41,7 @@ SETUP, BEGIN, END = -1, -2, -3
 Shape = tuple[int, ...]
 Report = Callable[[str], None]
 # Names of the layers in a block that get an adapter, the number of such blocks, and how many of them are counted.
-Group = tuple[tuple[str, ...], int, int]
+EqualBlocks = tuple[tuple[str, ...], int, int]
 
 
 class StepMemory(NamedTuple):
@@ -53,13 +53,13 @@ class StepMemory(NamedTuple):
     dtype: torch.dtype
     # The number of trained parameters of each shape.
     trained: tuple[tuple[Shape, int], ...]
-    # The number of trained elements in a block.
-    block: int
-    # The peak before the first block's backward, without the weights and all gradients. It is negative if gradients
-    # that do not exist yet are larger than everything else.
-    begin: int
-    # The same from there on.
-    end: int
+    # Trained elements of the block that has the most of them.
+    largest_block: int
+    # Peak bytes without weights and gradients, before the backward of block 0. Negative if gradients that do not exist
+    # yet are larger than everything else.
+    peak_before_first_block: int
+    # The same, during and after the backward of block 0.
+    peak_from_first_block: int
 
     @property
     def elements(self) -> int:
@@ -72,8 +72,8 @@ class StepMemory(NamedTuple):
         return self.elements * self.dtype.itemsize
 
 
-class MemoryCounter:
-    """Counts each case once. It calls `poll`, which may cancel, and `report` before a count."""
+class CountCache:
+    """Calls each count once per case. Before a count it calls `poll`, which may cancel, and `report`."""
 
     def __init__(self, poll: Poll = no_poll, report: Report | None = None) -> None:
         self.poll, self.report = poll, report
@@ -92,7 +92,7 @@ class MemoryCounter:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are created within it: `alive` now, and `peak` since the last mark.
 
-    A number that is read from a tensor without data is 0.05.
+    Reading a number (`.item()`) from a tensor without data returns 0.05, or 1 for integers and booleans.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ def counting() -> Iterator[LiveBytes]:
         yield live
 
 
-def block_groups(method: Method, model: Architecture) -> list[Group]:
+def block_groups(method: Method, model: Architecture) -> list[EqualBlocks]:
     """Return the groups of equal blocks of the transformer in their order."""
     if method.kind == "controlnet":
         # The residual of a copied block is added after the next block. The last block with a residual is repeated, so
@@ -214,7 +214,7 @@ def count_step(
         trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers), blocks=copies)))
         trainer.set_up(transformer, 1.0)
     with counting() as live:
-        drop_data(trainer.models)
+        to_fake_cpu(trainer.models)
         idle = live.alive
         blocks: list[Any] = list(transformer.transformer_blocks)
         if trainer.controlnet is not None:
@@ -226,12 +226,12 @@ def count_step(
                 times[tensor] += more
         trained = [parameter for parameter in trainer.models[-1].parameters() if parameter.requires_grad]
         gradients = sum(times[parameter] * parameter.nbytes for parameter in trained)
-        # Bytes to add to those that are alive: gradients of an earlier batch that the repeated blocks have.
-        missing = 0
+        # Bytes of the blocks that were not run: gradients of an earlier batch, then everything they would have kept.
+        skipped = 0
         if phase.accumulate > 1:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-                missing += (times[parameter] - 1) * parameter.nbytes
+                skipped += (times[parameter] - 1) * parameter.nbytes
         live.watch(blocks)
         live.mark(BEGIN)
         latents, noise = (torch.empty(phase.batch, CHANNELS, *size) for _ in range(2))
@@ -251,9 +251,10 @@ def count_step(
         live.mark(END)
         peaks = []
         for number, start, peak, end in live.intervals[1:]:
-            growth = repeats.get(number, 0) * (end - start)
-            peaks.append(peak + missing + max(0, growth) - idle - gradients)
-            missing += growth
+            blocks_growth = repeats.get(number, 0) * (end - start)
+            whole_model_peak = peak + skipped + max(0, blocks_growth)
+            peaks.append(whole_model_peak - idle - gradients)
+            skipped += blocks_growth
         shapes: Counter[Shape] = Counter()
         for parameter in trained:
             shapes[tuple(parameter.shape)] += times[parameter]
@@ -262,8 +263,8 @@ def count_step(
     return StepMemory(weights, trained[0].dtype, tuple(shapes.items()), largest, max(peaks[:-1]), peaks[-1])
 
 
-def drop_data(models: Sequence[torch.nn.Module]) -> None:
-    """Replace the tensors of `models`, which are on the meta device, by tensors on the CPU.
+def to_fake_cpu(models: Sequence[torch.nn.Module]) -> None:
+    """Replace the meta tensors of `models` by fake CPU tensors, which `counting` counts.
 
     `torch.nn.Module.to_empty` fails for modules that two models share.
     """
@@ -282,12 +283,12 @@ def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
 def count_optimizer(
     name: str, trained: Sequence[tuple[Shape, int]], dtype: torch.dtype, shards: int
 ) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state, and of its step at the peak without weights, gradients and state.
+    """Return the bytes of the optimizer's state, and the extra bytes at the peak of its step.
 
-    It has these numbers of parameters of these shapes in `dtype`, or their rows on one of `shards` GPUs.
+    `trained`: (shape, number) of the parameters. With `shards` > 1, one GPU's rows of them.
 
-    One parameter of each shape is counted, and two parameters of the largest shape. The bytes that the second one adds
-    to a step exist for all parameters at once, the other bytes for one parameter at a time.
+    Measured on one parameter of each shape and on two of the largest: bytes that the second one adds exist for all
+    parameters at once, all other bytes for one at a time.
     """
 
     def first_step(shapes: Sequence[Shape]) -> tuple[int, int]:

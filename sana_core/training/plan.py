@@ -41,18 +41,22 @@ from ..runtime.cancellation import Poll, no_poll
 from ..split.cost import position_flops
 from ..split.speed import SIDE, seconds_of
 from .images import shapes_at
-from .memory_counter import MemoryCounter, Report, StepMemory, count_optimizer, count_step
+from .memory_counter import CountCache, Report, StepMemory, count_optimizer, count_step
 from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS
+from .previews import preview_size
 from .settings import CONSISTENCY, Parallel, Phase, TrainingSettings, check_method, check_parallel
+from .sharding import microbatches
 from .states import clock
 
 FP32_BYTES = torch.float32.itemsize
 # Copies of the largest weight in fp32 while an adapter is added to it.
 MERGED_COPIES = 2
-# A model whose training size is unknown has a position embedding if it is trained at this size in pixels.
+# Models for at least this many pixels a side have a position embedding. Used if the checkpoint does not contain its
+# training size.
 EMBEDDED = 4096
 # Blocks that FSDP gathers at once: the current block, the next block, and the communication buffer.
 GATHERED = 3
+# Share of a GPU's peak that a step is assumed to reach.
 REACHED = 0.4
 # Published TFLOP/s, dense in bf16 with fp32 sums.
 GPUS = {"H100": 989.0, "RTX 4090": 165.0}
@@ -68,7 +72,7 @@ class Base(NamedTuple):
     autoencoder_parameters: int
     encoder: Stages
     decoder: Stages
-    counter: MemoryCounter
+    counter: CountCache
 
 
 def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report | None = None) -> Base:
@@ -92,7 +96,7 @@ def read_base(settings: TrainingSettings, poll: Poll = no_poll, report: Report |
         parameters(image),
         encoder_stages(autoencoder),
         decoder_stages(autoencoder),
-        MemoryCounter(poll, report),
+        CountCache(poll, report),
     )
 
 
@@ -101,7 +105,7 @@ def released_base(variant: str, poll: Poll = no_poll, report: Report | None = No
     decoder = DECODERS["dc-ae-f32c32"]
     parameters = decoder.parameters + ENCODER_PARAMETERS
     encoder = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
-    counter = MemoryCounter(poll, report)
+    counter = CountCache(poll, report)
     return Base(VARIANTS[variant], None, TEXT_PARAMETERS, parameters, encoder, stages_of(decoder), counter)
 
 
@@ -207,8 +211,7 @@ def count_batch(settings: TrainingSettings, base: Base, phase: Phase, batch: int
 
 
 def count_update(settings: TrainingSettings, base: Base, step: StepMemory, shards: int) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state with the moving average, and of its step at the peak without weights,
-    gradients and state. Each GPU has whole weights, or the rows of one of `shards`."""
+    """As `count_optimizer`, plus the moving average."""
     name = settings.optimizer.name
     state, work = base.counter.count(name, count_optimizer, name, step.trained, step.dtype, shards)
     return state + (step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0), work
@@ -218,27 +221,29 @@ def training_stage(settings: TrainingSettings, base: Base, number: int = 0, card
     """Return the memory of a step of phase `number` on one of `cards` GPUs, without the encoders."""
     phase, parallel = settings.phase[number], settings.parallel
     name = f"phase {number + 1}: {phase.largest} px, batch {phase.batch}"
-    rounds, batch = pieces_of(phase, cards)
-    shards = 1 if parallel.kind == DDP else cards // parallel.replicas
+    rounds, batch = rank_share(phase, cards)
+    shards = shards_of(settings, cards)
     # Several GPUs have gradients from the beginning: DDP in its buckets, and FSDP in the rows of its shards.
     accumulated = rounds > 1 or cards > 1 or parallel.kind != DDP
     step = count_batch(settings, base, phase, batch, accumulated)
     state, optimizer_work = count_update(settings, base, step, shards)
     if parallel.kind == DDP:
         sent = round(ring(cards) * 2 * step.gradients)
-        return Stage(name, step.weights, step.gradients + state, max(step.begin, step.end, optimizer_work), sent)
+        peak = max(step.peak_before_first_block, step.peak_from_first_block, optimizer_work)
+        return Stage(name, step.weights, step.gradients + state, peak, sent)
     item = getattr(torch, settings.dtype).itemsize
     model_bytes = transformer_parameters(base.model) * item
     outside_bytes = transformer_parameters(base.model._replace(layers=0)) * item
     block_bytes = (model_bytes - outside_bytes) // base.model.layers
     # While a block is computed, its gathered weights, the layers outside of blocks and its fp32 gradients are whole.
-    gathered = outside_bytes + step.block * FP32_BYTES
+    gathered = outside_bytes + step.largest_block * FP32_BYTES
     compute = count_batch(gathered_settings(settings), base, phase, batch, accumulated)
-    # At the end all gradients exist. At the beginning of the first piece none do.
-    begin = compute.begin + gathered + GATHERED * block_bytes - (step.gradients // shards if rounds == 1 else 0)
-    work = max(begin, compute.end + gathered + block_bytes)
+    # At the end all gradients exist. At the beginning of the first microbatch none do.
+    begin = compute.peak_before_first_block + gathered + GATHERED * block_bytes
+    begin -= step.gradients // shards if rounds == 1 else 0
+    work = max(begin, compute.peak_from_first_block + gathered + block_bytes)
     reduced = step.elements * FP32_BYTES
-    # Each piece gathers the weights for the forward and for the backward, and sums its gradients.
+    # Each microbatch gathers the weights for the forward and for the backward, and sums its gradients.
     sent = round(ring(shards) * rounds * (2 * model_bytes + reduced))
     if parallel.replicas > 1:
         sent += round(ring(parallel.replicas) * 2 * reduced * rounds / shards)
@@ -248,11 +253,16 @@ def training_stage(settings: TrainingSettings, base: Base, number: int = 0, card
     return Stage(name, weights, state, max(work, optimizer_work), sent)
 
 
-def pieces_of(phase: Phase, cards: int) -> tuple[int, int]:
-    """Return the number of pieces in which a GPU learns its share of a step, and the images of the largest piece."""
-    parts = -(-cards // phase.accumulate) if phase.accumulate < cards else 1
-    parts = min(parts, phase.batch)
-    return -(-phase.accumulate * parts // cards), -(-phase.batch // parts)
+def shards_of(settings: TrainingSettings, cards: int) -> int:
+    """Return the number of GPUs that share one copy of the weights. DDP: 1."""
+    return 1 if settings.parallel.kind == DDP else cards // settings.parallel.replicas
+
+
+def rank_share(phase: Phase, cards: int) -> tuple[int, int]:
+    """Return the number of microbatches of a GPU in a step, and the number of images of the largest microbatch."""
+    step = [range(phase.batch)] * phase.accumulate
+    shares = [microbatches(step, rank, cards) for rank in range(cards)]
+    return len(shares[0]), max(len(indices) for share in shares for indices, _ in share)
 
 
 def ring(cards: int) -> float:
@@ -270,12 +280,11 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
 
     The trained model and the optimizer's state stay in memory.
     """
-    validation, method, dtype = settings.validation, settings.method, getattr(torch, settings.dtype)
-    side = settings.phase[-1].resolution
-    width, height = (validation.width or side) // DOWNSCALE, (validation.height or side) // DOWNSCALE
-    together = len(validation.prompts) if accelerator else 1
+    method, dtype = settings.method, getattr(torch, settings.dtype)
+    width, height = (pixels // DOWNSCALE for pixels in preview_size(settings))
+    together = len(settings.validation.prompts) if accelerator else 1
     kind, phase = settings.parallel.kind, settings.phase[0]
-    shards = 1 if kind == DDP else cards // settings.parallel.replicas
+    shards = shards_of(settings, cards)
     step = count_batch(settings, base, phase, 1, False)
     weights, (state, _) = step.weights, count_update(settings, base, step, shards)
     if kind != DDP:
@@ -293,12 +302,15 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
         weights += transformer_parameters(base.model) * dtype.itemsize + step.elements * FP32_BYTES
     sampling = transformer_bytes(base.model, height, width, together, dtype, accelerator)
     if method.is_adapter:
-        # An adapter is added to one layer at a time. A feed-forward has the largest weight.
-        sampling = max(sampling, MERGED_COPIES * FP32_BYTES * 5 * base.model.width**2)
+        # An adapter is added to one layer at a time. The largest weight is conv_inverted: width x (2 x 2.5 width).
+        feed_forward_weight = 5 * base.model.width**2
+        sampling = max(sampling, MERGED_COPIES * FP32_BYTES * feed_forward_weight)
     if method.kind == "controlnet":
-        # Its residuals, and the keys and values of its blocks for prompt and negative prompt.
-        residuals = (method.blocks + 1) * together * 2 * height * width
-        sampling += (residuals + 2 * method.blocks * 2 * MAX_TOKENS) * base.model.width * dtype.itemsize
+        # The prompt and the negative prompt need its residuals, and the keys and values of its blocks.
+        prompts = 2
+        residuals = prompts * together * (method.blocks + 1) * height * width
+        keys_and_values = prompts * 2 * method.blocks * MAX_TOKENS
+        sampling += (residuals + keys_and_values) * base.model.width * dtype.itemsize
     decoding = base.autoencoder_parameters * dtype.itemsize
     decoding += Planner(base.decoder, height, width, dtype, accelerator).floor().peak_bytes
     return Stage("validation's images", weights, state, max(sampling, decoding))
@@ -315,8 +327,9 @@ def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int
     shapes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
     cells = sum(columns * rows for columns, rows in shapes) / len(shapes)
     once = cells * position_flops(width, layers)
-    # Training computes keys and values of the text in each step. Only full training has gradients below them.
-    text = 2 * MAX_TOKENS * (TEXT_WIDTH * width + width**2 + 2 * layers * width**2)
+    # Training computes keys and values of the text in each step. Only full training needs gradients of their inputs.
+    keys_and_values = 2 * layers * width**2
+    text = 2 * MAX_TOKENS * (TEXT_WIDTH * width + width**2 + keys_and_values)
     if method.kind == "full":
         image = (forwards + 2) * (once + text)
     else:
@@ -347,13 +360,16 @@ def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> li
 
 
 def measured_seconds(settings: TrainingSettings, base: Base, device: torch.device, done: int) -> float:
-    """Return how long the steps after the first `done` take on `device`, whose speed is measured in half a second."""
+    """Return the seconds of the steps after the first `done`, from half a second of measured speed.
+
+    Phases that have epochs instead of steps are not counted.
+    """
     square = torch.ones(SIDE, SIDE, device=device, dtype=getattr(torch, settings.dtype))
     reached = REACHED * 2 * SIDE**3 / seconds_of(lambda: square @ square, [device])
-    seconds = 0.0
+    seconds, steps_to_skip = 0.0, done
     for phase in settings.phase:
-        remaining = max(0, (phase.steps or 0) - done)
-        done = max(0, done - (phase.steps or 0))
+        remaining = max(0, (phase.steps or 0) - steps_to_skip)
+        steps_to_skip = max(0, steps_to_skip - (phase.steps or 0))
         seconds += remaining * step_operations(settings, base, phase) / reached
     return seconds
 
@@ -416,17 +432,17 @@ class Proposal(NamedTuple):
 
 
 def propose(settings: TrainingSettings, base: Base, card: float, cards: int = 1) -> Proposal:
-    """Return the nearest settings that fit `cards` GPUs of `card` bytes, or that exceed them by the least.
+    """Return settings that fit `cards` GPUs of `card` bytes, with the fewest changes.
 
-    The changes are tried in the order of CHANGES.
+    If nothing fits, return the settings that need the least. The changes are tried in the order of CHANGES.
     """
 
-    def needs(paths: list[str]) -> float:
+    def needed_bytes(paths: list[str]) -> float:
         proposed = reduce(change, paths, settings)
         return plan_training(proposed, base, cards).card if is_allowed(proposed) else math.inf
 
     chosen: list[str] = []
-    while needs(chosen) > card:
+    while needed_bytes(chosen) > card:
         now = reduce(change, chosen, settings)
         # Several GPUs send more with smaller batches, so their batches are divided only once.
         untried = [path for path in CHANGES if cards == 1 or path not in chosen]
@@ -434,11 +450,11 @@ def propose(settings: TrainingSettings, base: Base, card: float, cards: int = 1)
         if not following:
             break
         chosen.append(following[0])
-    enough = max(card, needs(chosen))
+    enough = max(card, needed_bytes(chosen))
     # A later change may make earlier ones unnecessary. Drop those, the most expensive first.
     for index in reversed(range(len(chosen))):
         without = chosen[:index] + chosen[index + 1 :]
-        if needs(without) <= enough:
+        if needed_bytes(without) <= enough:
             chosen = without
     proposed = reduce(change, chosen, settings)
     return Proposal(proposed, tuple(differences(settings, proposed)), plan_training(proposed, base, cards))

@@ -12,8 +12,8 @@ from sana_core.memory import transformer_parameters
 from sana_core.training.plan import (
     arrangement_lines,
     cheapest,
-    pieces_of,
     plan_training,
+    rank_share,
     released_base,
     training_stage,
 )
@@ -69,7 +69,7 @@ def test_the_planned_pieces_are_those_that_are_learnt(cards, batch, accumulate):
     group = [[0] * batch for _ in range(accumulate)]
     shares = [microbatches(group, rank, cards) for rank in range(cards)]
     most = max(len(piece) for pieces in shares for piece, _ in pieces)
-    assert pieces_of(phase, cards) == (len(shares[0]), most)
+    assert rank_share(phase, cards) == (len(shares[0]), most)
 
 
 def test_the_command_prints_the_arrangements(checkpoint):
