@@ -1,4 +1,4 @@
-"""The validation losses of the recipes that run on the bundled model, and of the canvas's template.
+"""The validation losses of the recipes that run on the bundled model.
 
 `python -m benchmarks.train_recipes [NAME ...]` writes benchmarks/train_recipes.json. It has the validation loss of each
 of RECIPES before the first step, of the LoRA that the run publishes, and after the last step. A recipe runs unchanged
@@ -11,64 +11,18 @@ import json
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import description
-from sana_core.training.settings import (
-    Method,
-    Optimizer,
-    Phase,
-    TrainingSettings,
-    Validation,
-    check_settings,
-    read_settings,
-)
+from sana_core.training.settings import TrainingSettings, check_settings, read_settings
 from sana_core.training.trainer import train
 
 FILE = ROOT / "benchmarks" / "train_recipes.json"
-TEMPLATE = ROOT / "workflows" / "SANA train a LoRA.json"
 RECIPES = {
     "lora_bundled": ROOT / "recipes" / "lora_bundled.toml",
     "style": ROOT / "demo" / "style.toml",
-    TEMPLATE.stem: TEMPLATE,
 }
-
-
-def settings_of(file: Path) -> TrainingSettings:
-    """Return the settings of a recipe, or of the nodes in the template."""
-    if file.suffix == ".toml":
-        return read_settings(file)
-    document = json.loads(file.read_text(encoding="utf-8"))
-    graphs = [document, *document.get("definitions", {}).get("subgraphs", [])]
-    nodes = {node["type"]: node for graph in graphs for node in graph["nodes"]}
-    widgets: dict[str, Any] = {}
-    for node in (nodes["SanaNodesDataset"], nodes["SanaNodesTrain"]):
-        names = [field["name"] for field in node["inputs"] if "widget" in field]
-        widgets |= zip(names, node["widgets_values"], strict=True)
-    phase = Phase(
-        (str(ROOT / "recipes" / "cyanotypes"),),
-        widgets["resolution"],
-        batch=widgets["batch_size"],
-        accumulate=widgets["accumulate"],
-        steps=widgets["steps"],
-        learning_rate=widgets["learning_rate"],
-        schedule=widgets["schedule"],
-        warmup=widgets["warmup"],
-    )
-    return TrainingSettings(
-        str(ROOT / "demo" / "sana-posters"),
-        "",
-        (phase,),
-        seed=widgets["training_seed"],
-        dtype="float32",
-        caption_dropout=widgets["caption_dropout"],
-        checkpoint_gradients=widgets["checkpoint_gradients"],
-        method=Method(widgets["method"], widgets["rank"], widgets["alpha"] or None, widgets["targets"]),
-        optimizer=Optimizer(widgets["optimizer"], widgets["weight_decay"], widgets["gradient_clip"], widgets["ema"]),
-        validation=Validation(widgets["validate_every"], widgets["held_out"]),
-    )
 
 
 def figures_of(settings: TrainingSettings) -> dict[str, Any]:
@@ -94,7 +48,7 @@ def main() -> None:
     document = json.loads(FILE.read_text()) if FILE.exists() else {}
     names = sys.argv[1:] or [*RECIPES]
     for name in names:
-        settings = settings_of(RECIPES[name])
+        settings = read_settings(RECIPES[name])
         settings = replace(settings, validation=replace(settings.validation, prompts=(), control=()))
         recipes = {**document.get("recipes", {}), name: figures_of(settings)}
         document = {**description(), "recipes": {recipe: recipes[recipe] for recipe in RECIPES if recipe in recipes}}
