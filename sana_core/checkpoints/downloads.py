@@ -52,7 +52,6 @@ DOWNLOADS = {
     "SANA-Video_2B_720p_diffusers": Download(
         "diffusers", None, f"{HOST}/Efficient-Large-Model/SANA-Video_2B_720p_diffusers"
     ),
-    "SANA-Video_2.0_5B_720p": Download("diffusers", None, f"{HOST}/Efficient-Large-Model/SANA-Video_2.0_5B_720p"),
 }
 
 
