@@ -102,12 +102,12 @@ def train(
 ) -> Path:
     """Train, or resume from the newest state in `settings.out`.
 
-    Returns the file or folder of the best state of the last phase. Without held-out images it is the last state. An
-    error raised by a callback cancels the run. The same call resumes it. Call this on all `ranks`.
+    Returns the path of the LoRA or weights with the best validation in the last phase, or without held-out images from
+    the last step. An error raised by a callback cancels the run. The same call resumes it. Call this on all `ranks`.
 
-    Raises InputError for data or settings that cannot be used or that differ between ranks, InUseError for a folder in
-    which another run writes, TrainingError for a loss that is not finite, and CheckpointError or MissingFileError for a
-    model that cannot be loaded.
+    Raises InputError for data or settings that cannot be used, and for settings that differ between ranks. Raises
+    InUseError if another run writes into the folder, TrainingError for a loss that is not finite, and CheckpointError
+    or MissingFileError for a model that cannot be loaded.
     """
     return Trainer(settings, report, progress, poll, show, ranks).train()
 
@@ -965,7 +965,7 @@ def describe_config(settings: TrainingSettings) -> Json:
     if settings.loss.kind != FLOW:
         config["loss"] = settings.loss.kind
     if method.start:
-        run = states.read_run(Path(settings.out))[0] or {}
+        run = states.read_run(Path(settings.out)).config or {}
         if "start" in run and not Path(method.start).exists():
             # A run with a saved state resumes without the file.
             config["start"] = run["start"]

@@ -188,18 +188,22 @@ def test_a_run_that_has_ended_keeps_its_best_when_its_pictures_change(make, out,
     assert content(out) == before
 
 
+def cancel_after(step):
+    def report(line):
+        if "loss" in line and line["step"] == step:
+            raise KeyboardInterrupt
+
+    return report
+
+
 def test_a_state_that_was_saved_before_its_validation_gets_it_when_the_run_resumes(make, out):
     options = {"keep": 1, "validation": Validation(every=2, share=0.4)}
     trainer.train(make(**options))
     before = content(out)
     shutil.rmtree(out)
 
-    def cancel(line):
-        if "loss" in line and line["step"] == 4:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(make(**options), cancel)
+        trainer.train(make(**options), cancel_after(4))
     lines = [[], []]
     for reported in lines:
         trainer.train(make(**options), reported.append)
@@ -216,16 +220,8 @@ def test_a_validation_that_cannot_be_added_to_its_state_does_not_end_the_run(mak
     before = content(out)
     shutil.rmtree(out)
 
-    def cancel(line):
-        if "loss" in line and line["step"] == 4:
-            raise KeyboardInterrupt
-
-    def cancel_later(line):
-        if "loss" in line and line["step"] == 5:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(make(**options), cancel)
+        trainer.train(make(**options), cancel_after(4))
     write_document = states.write_document
 
     def is_open(folder, parts, state):
@@ -236,7 +232,7 @@ def test_a_validation_that_cannot_be_added_to_its_state_does_not_end_the_run(mak
     with monkeypatch.context() as patched:
         patched.setattr(states, "write_document", is_open)
         with pytest.raises(KeyboardInterrupt):
-            trainer.train(make(**options), cancel_later)
+            trainer.train(make(**options), cancel_after(5))
     assert "the validation of step 4 is not saved now" in caplog.text
     trainer.train(make(**options))
     after, last = content(out), "steps/step-0000006/state.json"
