@@ -31,7 +31,7 @@ def take_step(
 ) -> tuple[float, float]:
     """Learn the batches `group` of `data` in one step. Returns the mean loss and the norm of the gradients."""
     trainer.data, trainer.progress = [data], progress
-    mean, norm = trainer.compute_gradients(group)
+    mean, norm = trainer.compute_gradients(*trainer.load_step(group))
     trainer.apply_gradients(rate)
     return mean, norm
 

@@ -63,6 +63,8 @@ TEXT_DIGESTS = ("text_encoder_weights", "text_encoder_config", "tokenizer", "ins
 IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
 # The faults of images by `Sample.files`.
 BrokenImages = dict[tuple[FileRange, FileRange | None], SanaError]
+# The faults of samples by (number of the phase, index in the phase), both from 0. The same on all machines.
+BrokenPositions = dict[tuple[int, int], SanaError]
 
 
 class Encoders(NamedTuple):
@@ -238,21 +240,35 @@ def with_control(sample: Sample) -> list[Sample]:
     return [sample, sample._replace(name=name, image=sample.control, mask=None, control=None)]
 
 
-def leave_out(samples: Sequence[list[Sample]], broken: BrokenImages, skip_broken: bool) -> list[list[Sample]]:
-    """Return the samples of each phase without the `broken` images, and log their names.
+def find_broken(samples: Sequence[Sequence[Sample]], broken: BrokenImages) -> BrokenPositions:
+    """Return where the `samples` of the phases have the `broken` images."""
+    if not broken:
+        return {}
+    return {
+        (phase, index): broken[part.files]
+        for phase, samples_of_phase in enumerate(samples)
+        for index, sample in enumerate(samples_of_phase)
+        for part in with_control(sample)
+        if part.files in broken
+    }
+
+
+def leave_out(samples: Sequence[Sequence[Sample]], broken: BrokenPositions, skip_broken: bool) -> list[list[Sample]]:
+    """Return the samples of each phase without the `broken` ones, and log their names.
 
     Raises an error that names all of them, unless `skip_broken` is set and all of them are unreadable files.
     """
-    faults = list(broken.values())
+    # Variants and repeats of an image have the same fault.
+    faults = list({str(broken[position]): broken[position] for position in sorted(broken)}.values())
     if not (skip_broken and all(map(is_unreadable, faults))):
         Faults(faults).check()
     warn_of_skipped(faults)
     readable = [
-        [sample for sample in phase if not any(part.files in broken for part in with_control(sample))]
-        for phase in samples
+        [sample for index, sample in enumerate(samples_of_phase) if (phase, index) not in broken]
+        for phase, samples_of_phase in enumerate(samples)
     ]
-    for number, phase in enumerate(readable, 1):
-        if not phase:
+    for number, phase_samples in enumerate(readable, 1):
+        if not phase_samples:
             raise InputError(f"dataset: phase {number} has no image that can be read, expected one; copy them again")
     return readable
 

@@ -38,7 +38,17 @@ from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json
 from . import optimizers, schedule, sharding, states, trained_model
-from .cache import Batch, BrokenImages, Stream, digest_models, leave_out, load_encoders, model_ids, store_of
+from .cache import (
+    Batch,
+    BrokenImages,
+    Stream,
+    digest_models,
+    find_broken,
+    leave_out,
+    load_encoders,
+    model_ids,
+    store_of,
+)
 from .came import CAME
 from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped
 from .loss import (
@@ -155,6 +165,8 @@ class Trainer:
     progress: TrainProgress
     # The batches of each step of the current epoch. Empty: the last phase has ended.
     groups: Sequence[StepBatches]
+    # The number of steps before the next one of which no image could be read.
+    steps_without_images: int
     # The best validation so far.
     best: Best | None
     # The step of the last validation.
@@ -184,7 +196,7 @@ class Trainer:
         self.check_held = no_poll
         self.config, self.progress, self.groups = {}, TrainProgress(), ()
         self.best = self.validated = self.completing = self.report_error = None
-        self.saved = 0
+        self.saved = self.steps_without_images = 0
 
     def train(self) -> Path:
         check_base(self.settings)
@@ -355,9 +367,9 @@ class Trainer:
                 self.data, self.inputs = prepared or encode(samples, slice(None))
                 if settings.stream and settings.skip_broken:
                     ranks.run_on_all(check_held_out)
-                broken_anywhere = {
-                    files: fault for faults in ranks.all_gather(broken) for files, fault in faults.items()
-                }
+                # Machines may have the images under different paths, so the ranks exchange positions.
+                gathered = ranks.all_gather(find_broken(samples, broken))
+                broken_anywhere = {position: fault for faults in gathered for position, fault in faults.items()}
                 if not broken_anywhere:
                     break
                 samples = leave_out(samples, broken_anywhere, settings.skip_broken)
@@ -492,12 +504,14 @@ class Trainer:
             with self.saving_on_error():
                 self.check_cancelled_together()
             line = self.take_step()
-            self.ranks.run_on_rank0(partial(self.log.add, line))
+            if line is not None:
+                self.ranks.run_on_rank0(partial(self.log.add, line))
             self.progress = schedule.after_step(self.phase, self.progress, len(self.groups))
             if self.progress.position == len(self.groups) or self.progress.phase_step == self.phase.steps:
                 self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
-            with self.saving_on_error():
-                self.report_line({**line, "steps": total})
+            if line is not None:
+                with self.saving_on_error():
+                    self.report_line({**line, "steps": total})
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
@@ -705,13 +719,18 @@ class Trainer:
 
     # A step
 
-    def take_step(self) -> Line:
-        """Take the next step, and return its line of the log."""
+    def take_step(self) -> Line | None:
+        """Take the next step, and return its line of the log. None: `skip_broken` leaves out all of its images."""
         progress, group = self.progress, self.groups[self.progress.position]
         rate = schedule.learning_rate(self.phase, progress)
         began = time.perf_counter()
         with self.saving_on_error():
-            loss, norm = self.compute_gradients(group)
+            microbatches, images = self.load_step(group)
+            if not images:
+                self.steps_without_images += 1
+                return None
+            self.steps_without_images = 0
+            loss, norm = self.compute_gradients(microbatches, images)
         self.apply_gradients(rate)
         return {
             "step": progress.step + 1,
@@ -720,22 +739,20 @@ class Trainer:
             "loss": loss,
             "learning_rate": rate,
             "grad_norm": norm,
-            "images": sum(map(len, group)),
+            "images": images,
             "seconds": round(time.perf_counter() - began, 4),
         }
 
-    def compute_gradients(self, group: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def compute_gradients(self, microbatches: Sequence[LoadedMicrobatch], total: int) -> tuple[float, float]:
         """Compute the gradients of a step and clip them. Returns the mean loss and the norm of the gradients.
 
-        `group` has the batches of the step, as indices of samples. Every image has the same weight, whatever batch it
-        is in. This changes no weights, so that the finished steps can be saved if it fails.
+        `total` is the number of images of all ranks. Every image has the same weight, whatever batch it is in. This
+        changes no weights, so that the finished steps can be saved if it fails.
 
-        All ranks know the errors of loading, losses and gradients that are not finite, and under DDP the errors before
-        the last backward. A rank that fails alone in a part with collectives cannot reach the others, which wait for it
-        inside one.
+        All ranks know the losses and gradients that are not finite, and under DDP the errors before the last backward.
+        A rank that fails alone in a part with collectives cannot reach the others, which wait for it inside one.
         """
         ranks = self.ranks
-        microbatches, total = self.load_step(group)
         # Holds the last loss. `pop` frees its graph, which a local variable would keep.
         last_loss: list[torch.Tensor] = []
         begin = partial(self.all_but_last_backward, microbatches, total, last_loss)
@@ -763,8 +780,10 @@ class Trainer:
     def load_step(self, group: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
         """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
 
+        `group` has the batches of the step, as indices of samples. All ranks know an error.
+
         A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
-        it, or if no image of the step is left, an error on all ranks names every broken image of the step.
+        it, or if a whole epoch has no image, the error names every broken image of the step.
         """
         ranks, cache = self.ranks, self.phase_data.cache
         rank_share = sharding.microbatches(group, ranks.rank, ranks.size)
@@ -791,7 +810,8 @@ class Trainer:
 
         def check_broken() -> None:
             faults = [broken[index] for index in sorted(broken)]
-            can_skip = skip and total > 0 and all(map(is_unreadable, faults))
+            is_epoch_empty = not total and self.steps_without_images + 1 >= len(self.groups)
+            can_skip = skip and not is_epoch_empty and all(map(is_unreadable, faults))
             if faults and not can_skip:
                 Faults(faults).check()
             if faults and ranks.first:

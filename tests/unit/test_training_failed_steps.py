@@ -563,6 +563,40 @@ def test_skip_broken_trains_on_the_other_images_as_if_there_were_no_others(make,
         assert all(any(name in line for line in said) for name in names), caplog.text
 
 
+def test_skip_broken_leaves_out_the_same_images_on_machines_with_other_paths(make, tmp_path):
+    settings = make(skip_broken=True, validation=Validation(every=STEPS, share=0.5))
+    data = Path(settings.phase[0].data[0])
+    # Each rank reads every second held-out image, so each of them finds some of these.
+    for file in sorted(data.glob("*.png"))[:5]:
+        change_pixels(file)
+    elsewhere = shutil.copytree(data, tmp_path / "elsewhere")
+    moved = replace(settings, phase=(replace(settings.phase[0], data=(str(elsewhere),)),))
+    results_of(2, lambda this: str(trainer.train(moved if this.rank else settings, ranks=this)))
+    alike = replace(settings, out=f"{settings.out}-alike")
+    run(alike, 2)
+    (lines, tensors), (expected_lines, expected) = results(settings.out), results(alike.out)
+    assert lines == expected_lines and same(tensors, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_streamed_step_of_which_no_image_can_be_read_changes_no_weight(make, ranks):
+    settings = make(skip_broken=True)
+    # Each step has one image for each rank. With two ranks, two of eight images can be read.
+    phase = replace(settings.phase[0], batch=ranks, accumulate=1, steps=None, epochs=1)
+    settings = replace(settings, phase=(phase,), save_every=1, keep=100)
+    files = sorted(Path(phase.data[0]).glob("*.png"))
+    for index in BROKEN[:2] if ranks == 1 else range(2, IMAGES):
+        change_pixels(files[index])
+    run(settings, ranks)
+    trained = {line["step"]: line["images"] for line in lines_of(settings.out)}
+    assert sum(trained.values()) == (IMAGES - 2 if ranks == 1 else 2)
+    folders = dict(find_states(Path(settings.out)))
+    weights = {step: load_file(next(folder.glob("*.safetensors"))) for step, folder in folders.items()}
+    assert len(weights) == IMAGES // ranks > len(trained)
+    for step in range(2, len(weights) + 1):
+        assert same(weights[step], weights[step - 1]) == (step not in trained)
+
+
 def test_skip_broken_leaves_out_an_image_whose_mask_or_control_image_is_broken(make, tmp_path, caplog):
     write_pictures(tmp_path / "loose", IMAGES, controls=True)
     settings = make(stream=False, skip_broken=True, method=Method("controlnet", blocks=1))
