@@ -4,12 +4,12 @@ from inspect import cleandoc
 
 from comfy_api.latest import io, ui
 
-from ..sana_core.model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS
+from ..sana_core.model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 from ..sana_core.runtime.checks import check_name
 
 RECOMMENDED, THIS_COMPUTER = "recommended", "this computer"
-GPUS = tuple(f"{gigabytes} GB" for gigabytes in CARDS)
+GPUS = tuple(f"{gigabytes} GB" for gigabytes in GPU_SIZES)
 
 
 class SanaNodesPlan(io.ComfyNode):

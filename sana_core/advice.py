@@ -15,7 +15,7 @@ import torch
 
 from .checkpoints.downloads import DOWNLOADS, GEMMA_FILE
 from .memory import CONTEXT, ImagePlan, plan_memory, quantised_bytes
-from .model.known_models import CARDS, DEFAULT_RESOLUTION, DEFAULTS, SPRINT_DEFAULTS, VARIANTS
+from .model.known_models import DEFAULT_RESOLUTION, DEFAULTS, GPU_SIZES, SPRINT_DEFAULTS, VARIANTS
 from .model.latents import DOWNSCALE
 from .runtime.accelerator import current_accelerator, has_bf16, memory_info
 from .split.cost import GpuSpeed, Work, work_of
@@ -45,7 +45,7 @@ USUAL_GPU = 8
 
 
 class ExampleGpu(NamedTuple):
-    """A GPU that is sold with a memory size of CARDS."""
+    """A GPU that is sold with a memory size of GPU_SIZES."""
 
     name: str
     tflops: float  # published, dense in bf16 with fp32 sums
@@ -234,11 +234,11 @@ def remedy(fitting: Fit, name: str) -> str:
 
 def needed_gpu(variant: str, width: int, height: int, batch: int = 1, vae: str = "dc-ae-f32c32") -> str:
     """Return the smallest GPU that an image fits, with the setting that it needs."""
-    for gigabytes in CARDS:
+    for gigabytes in GPU_SIZES:
         setting = fit(sold_gpu(gigabytes), variant, width, height, batch, vae).setting
         if setting is not None:
             return f"a GPU of {gigabytes} GB" + (f" with {setting}" if setting else "")
-    return f"a GPU of more than {CARDS[-1]} GB"
+    return f"a GPU of more than {GPU_SIZES[-1]} GB"
 
 
 def file_for(variant: str, width: int, height: int) -> str:

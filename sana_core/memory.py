@@ -19,9 +19,9 @@ from .decode.run import TILES
 from .decode.stages import Stages
 from .errors import InputError
 from .model.known_models import (
-    CARDS,
     DECODERS,
     ENCODER_PARAMETERS,
+    GPU_SIZES,
     MAX_TOKENS,
     POSITIONED,
     TEXT_HIDDEN,
@@ -245,7 +245,7 @@ def plan_memory(
         "decode": decode,
         "peak": max(largest),
         "smallest": smallest,
-        "fits": {card: smallest + CONTEXT <= card * 2**30 for card in CARDS},
+        "fits": {size: smallest + CONTEXT <= size * 2**30 for size in GPU_SIZES},
     }
 
 
@@ -268,5 +268,5 @@ def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
 
 def fitting_cards(plan: MemoryPlan) -> str:
     """Return the smallest GPU that `plan` fits, as text."""
-    cards = [card for card, fits in plan["fits"].items() if fits]
-    return f"fits a GPU of {cards[0]} GB" if cards else f"needs a GPU of more than {CARDS[-1]} GB"
+    sizes = [size for size, fits in plan["fits"].items() if fits]
+    return f"fits a GPU of {sizes[0]} GB" if sizes else f"needs a GPU of more than {GPU_SIZES[-1]} GB"

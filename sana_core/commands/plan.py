@@ -12,7 +12,7 @@ from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
 from ..batch.pipeline import local_devices
 from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
-from ..model.known_models import CARDS, DECODERS, DEFAULT_RESOLUTION, VARIANTS, VIDEOS
+from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
 from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VideoPlan, plan_video
@@ -30,7 +30,7 @@ EXAMPLE = """example:
 def configure(parser: argparse.ArgumentParser) -> None:
     models = [*VARIANTS, *VIDEOS]
     parser.add_argument("variant", nargs="?", choices=models, help="without it, a recommendation and all models")
-    sizes = [str(card) for card in CARDS]
+    sizes = list(map(str, GPU_SIZES))
     parser.add_argument("--gpu", choices=sizes, help="plan for a GPU of this memory in GB; default: this computer's")
     parser.add_argument("--width", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")
     parser.add_argument("--height", type=int, help=f"pixels; default: {DEFAULT_RESOLUTION}, or the video model's")

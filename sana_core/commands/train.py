@@ -180,10 +180,10 @@ def warn_of_memory(settings: TrainingSettings, cards: int = 1) -> None:
     if device.type == "cpu":
         return
     plan, room = plan_training(settings, read_base(settings), cards), memory_info(device)[1]
-    if plan.card > room:
+    if plan.gpu_bytes > room:
         sys.stderr.write(
-            f"warning: {plan.largest.name} may take {plan.card / 1e9:.1f} GB, and {device} has {room / 1e9:.1f} GB; "
-            "see --plan\n"
+            f"warning: {plan.largest.name} may take {plan.gpu_bytes / 1e9:.1f} GB, and {device} has {room / 1e9:.1f} "
+            "GB; see --plan\n"
         )
 
 

@@ -170,8 +170,8 @@ VIDEO_5B_PREVIEW = VIDEO_5B._replace(
 VIDEOS = {model.name: model for model in (VIDEO_480, VIDEO_720, VIDEO_5B, VIDEO_5B_PREVIEW)}
 LARGEST_FRAMES = 1025
 
-# memory of usual GPUs in GiB: a GPU that is sold as 8 GB has 8 GiB, which are 8.6 GB of 10^9 bytes
-CARDS = (4, 6, 8, 12, 16, 24)
+# Memory of usual GPUs in GiB. A GPU that is sold as 8 GB has 8 GiB, which are 8.6 GB of 10^9 bytes.
+GPU_SIZES = (4, 6, 8, 12, 16, 24)
 
 # the demo model: its folder in demo/, and its name in ComfyUI's lists
 DEMO_MODEL = "sana-posters"

@@ -26,9 +26,9 @@ from ..decode.stages import Stages, decoder_stages, encoder_stages
 from ..errors import InputError
 from ..memory import CONTEXT, count, stages_of, text_bytes, transformer_bytes, transformer_parameters
 from ..model.known_models import (
-    CARDS,
     DECODERS,
     ENCODER_PARAMETERS,
+    GPU_SIZES,
     MAX_TOKENS,
     TEXT_PARAMETERS,
     TEXT_WIDTH,
@@ -129,7 +129,7 @@ class Stage(NamedTuple):
         return self.weights + self.state + self.work
 
     @property
-    def card(self) -> int:
+    def gpu_bytes(self) -> int:
         """Bytes of the GPU, including the driver."""
         return self.bytes + CONTEXT
 
@@ -144,9 +144,9 @@ class Plan(NamedTuple):
         return max(self.stages, key=lambda stage: stage.bytes)
 
     @property
-    def card(self) -> int:
+    def gpu_bytes(self) -> int:
         """Bytes of the GPU, including the driver."""
-        return self.largest.card
+        return self.largest.gpu_bytes
 
     @property
     def sent(self) -> int:
@@ -431,18 +431,18 @@ class Proposal(NamedTuple):
     plan: Plan
 
 
-def propose(settings: TrainingSettings, base: Base, card: float, cards: int = 1) -> Proposal:
-    """Return settings that fit `cards` GPUs of `card` bytes, with the fewest changes.
+def propose(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> Proposal:
+    """Return settings that fit `cards` GPUs of `room` bytes, with the fewest changes.
 
     If nothing fits, return the settings that need the least. The changes are tried in the order of CHANGES.
     """
 
     def needed_bytes(paths: list[str]) -> float:
         proposed = reduce(change, paths, settings)
-        return plan_training(proposed, base, cards).card if is_allowed(proposed) else math.inf
+        return plan_training(proposed, base, cards).gpu_bytes if is_allowed(proposed) else math.inf
 
     chosen: list[str] = []
-    while needed_bytes(chosen) > card:
+    while needed_bytes(chosen) > room:
         now = reduce(change, chosen, settings)
         # Several GPUs send more with smaller batches, so their batches are divided only once.
         untried = [path for path in CHANGES if cards == 1 or path not in chosen]
@@ -450,7 +450,7 @@ def propose(settings: TrainingSettings, base: Base, card: float, cards: int = 1)
         if not following:
             break
         chosen.append(following[0])
-    enough = max(card, needed_bytes(chosen))
+    enough = max(room, needed_bytes(chosen))
     # A later change may make earlier ones unnecessary. Drop those, the most expensive first.
     for index in reversed(range(len(chosen))):
         without = chosen[:index] + chosen[index + 1 :]
@@ -477,14 +477,16 @@ def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
     return texts
 
 
-def cheapest(settings: TrainingSettings, base: Base, cards: int, card: float) -> Proposal | None:
-    """Return the proposal for `cards` GPUs of `card` bytes with the fewest changes. None: nothing fits.
+def cheapest(settings: TrainingSettings, base: Base, cards: int, room: float) -> Proposal | None:
+    """Return the proposal for `cards` GPUs of `room` bytes with the fewest changes. None: nothing fits.
 
     Offloading is the slowest kind of parallel training. It is tried last.
     """
     for kinds in ((DDP, FSDP), (OFFLOADED,)):
-        proposals = [propose(replace(settings, parallel=Parallel(kind)), base, card, cards) for kind in kinds]
-        fitting = [proposal for proposal in proposals if proposal.plan.card <= card and is_allowed(proposal.settings)]
+        proposals = [propose(replace(settings, parallel=Parallel(kind)), base, room, cards) for kind in kinds]
+        fitting = [
+            proposal for proposal in proposals if proposal.plan.gpu_bytes <= room and is_allowed(proposal.settings)
+        ]
         if fitting:
             best = min(fitting, key=lambda proposal: len(proposal.changes))
             return best._replace(changes=(f'kind = "{best.settings.parallel.kind}" in [parallel]', *best.changes))
@@ -503,29 +505,29 @@ def table_lines(plan: Plan) -> list[str]:
     return table("GB", ("weights", "state", "work", "together"), rows)
 
 
-def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, card: float | None) -> list[str]:
-    """Describe whether the `plan` of `settings` fits a GPU of `card` bytes, and if not, settings that do.
+def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, room: float | None) -> list[str]:
+    """Describe whether the `plan` of `settings` fits a GPU of `room` bytes, and if not, settings that do.
 
-    Without a GPU (`card` is None), name the smallest of CARDS that it fits.
+    Without a GPU (`room` is None), name the smallest of GPU_SIZES that it fits.
     """
-    needed = f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver"
-    if card is None:
-        fitting = [size for size in CARDS if plan.card <= size * 2**30]
-        return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {CARDS[-1]} GB")]
-    name = f"a GPU of {card / 2**30:.4g} GB"
-    if plan.card <= card:
+    needed = f"{plan.gpu_bytes / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver"
+    if room is None:
+        fitting = [size for size in GPU_SIZES if plan.gpu_bytes <= size * 2**30]
+        return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {GPU_SIZES[-1]} GB")]
+    name = f"a GPU of {room / 2**30:.4g} GB"
+    if plan.gpu_bytes <= room:
         return [f"{needed}: fits {name}"]
-    proposal = propose(settings, base, card)
-    changes, least = "; ".join(proposal.changes), f"{proposal.plan.card / 1e9:.1f} GB"
+    proposal = propose(settings, base, room)
+    changes, least = "; ".join(proposal.changes), f"{proposal.plan.gpu_bytes / 1e9:.1f} GB"
     lines = [f"{needed}, for {plan.largest.name}: does not fit {name}"]
-    if proposal.plan.card <= card:
+    if proposal.plan.gpu_bytes <= room:
         return [*lines, f"fits with {changes}: {least}"]
     least += f", for {proposal.plan.largest.name}" + (f", with {changes}" if changes else "")
     return [*lines, f"the least that these settings can come to: {least}"]
 
 
-def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, card: float | None) -> list[str]:
-    """Return a table with the largest stage of each kind of parallel training, and the cheapest that fits `card` bytes.
+def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, room: float | None) -> list[str]:
+    """Return a table with the largest stage of each kind of parallel training, and the cheapest that fits `room` bytes.
 
     The kinds that send the least in a step come first.
     """
@@ -535,16 +537,16 @@ def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, card: 
         if is_allowed(candidate):
             plan = plan_training(candidate, base, cards)
             largest = plan.largest
-            sizes = (largest.weights, largest.state, largest.work, plan.card, plan.host, plan.sent)
+            sizes = (largest.weights, largest.state, largest.work, plan.gpu_bytes, plan.host, plan.sent)
             rows.append((f"{kind:14}{largest.name}", sizes))
     rows.sort(key=lambda row: row[1][-1])
     where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
-    lines = table(where, ("weights", "state", "work", "card", "host", "sent"), rows)
-    if card is None:
+    lines = table(where, ("weights", "state", "work", "GPU", "host", "sent"), rows)
+    if room is None:
         return lines
-    best = cheapest(settings, base, cards, card)
-    name = f"{cards} GPU{'s' if cards > 1 else ''} of {card / 2**30:.4g} GB"
+    best = cheapest(settings, base, cards, room)
+    name = f"{cards} GPU{'s' if cards > 1 else ''} of {room / 2**30:.4g} GB"
     if best is None:
         return [*lines, f"nothing fits {name}; take more of them, or a lower resolution"]
-    needed = f"{best.plan.card / 1e9:.1f} GB on each, {best.plan.sent / 1e9:.2f} GB sent a step"
+    needed = f"{best.plan.gpu_bytes / 1e9:.1f} GB on each, {best.plan.sent / 1e9:.2f} GB sent a step"
     return [*lines, f"fits {name} with {'; '.join(best.changes)}: {needed}"]

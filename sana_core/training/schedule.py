@@ -249,16 +249,16 @@ def advance(
     """
     while True:
         phase = settings.phase[progress.phase]
-        groups = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
-        if progress.position >= len(groups):
+        steps = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+        if progress.position >= len(steps):
             progress = progress._replace(epoch=progress.epoch + 1, position=0)
-            groups = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
+            steps = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
         if phase.steps is not None:
             is_unfinished = progress.phase_step < phase.steps
         else:
             is_unfinished = progress.epoch < (phase.epochs or 0)
         if is_unfinished:
-            return progress, groups
+            return progress, steps
         if progress.phase + 1 == len(settings.phase):
             return progress, []
         progress = TrainProgress(progress.step, progress.phase + 1)

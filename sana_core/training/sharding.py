@@ -366,17 +366,17 @@ def check_steps(settings: TrainingSettings, count: int) -> None:
         )
 
 
-def microbatches(group: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
-    """Return the microbatches of rank number `rank` in a step with the batches `group`.
+def microbatches(step_batches: Sequence[Sequence[int]], rank: int, count: int) -> list[Microbatch]:
+    """Return the microbatches of rank number `rank` in a step with the batches `step_batches`.
 
     All `count` ranks get the same number, because ranks with fewer would leave the others waiting for gradients. Whole
     batches are dealt out. If there are fewer batches than ranks, they are split. A rank without a batch for the last
     round computes one image whose loss does not count.
     """
-    batches = list(group)
-    if len(group) < count:
-        parts = -(-count // len(group))
-        batches = [part for batch in group for part in split(batch, parts)]
+    batches = list(step_batches)
+    if len(step_batches) < count:
+        parts = -(-count // len(step_batches))
+        batches = [part for batch in step_batches for part in split(batch, parts)]
     rounds = -(-len(batches) // count)
     counted = [(list(batch), True) for batch in batches[rank::count]]
     return counted + [(list(batches[0][:1]), False)] * (rounds - len(counted))

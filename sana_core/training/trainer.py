@@ -164,7 +164,7 @@ class Trainer:
     # The number of finished steps, and the position among phases and epochs.
     progress: TrainProgress
     # The batches of each step of the current epoch. Empty: the last phase has ended.
-    groups: Sequence[StepBatches]
+    epoch_steps: Sequence[StepBatches]
     # The number of steps before the next one of which no image could be read.
     steps_without_images: int
     # The best validation so far.
@@ -194,7 +194,7 @@ class Trainer:
         self.out = Path(settings.out)
         self.log = RunLog(self.out)
         self.check_held = no_poll
-        self.config, self.progress, self.groups = {}, TrainProgress(), ()
+        self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
         self.best = self.validated = self.completing = self.report_error = None
         self.saved = self.steps_without_images = 0
 
@@ -444,10 +444,10 @@ class Trainer:
         steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
             self.resume_at(states.step_folder(self.out, steps[-1]))
-        self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
+        self.progress, self.epoch_steps = schedule.advance(self.progress, self.data, self.settings)
         self.saved = self.progress.step
-        if self.groups:
-            schedule.warn_of_rate(self.phase, self.progress, len(self.groups))
+        if self.epoch_steps:
+            schedule.warn_of_rate(self.phase, self.progress, len(self.epoch_steps))
             self.warm_up_ddp_buckets()
 
     def resume_at(self, newest: Path) -> None:
@@ -475,7 +475,7 @@ class Trainer:
         equal bit by bit.
         """
         if self.layout.replica is not None:
-            microbatches, _ = self.load_step(self.groups[self.progress.position])
+            microbatches, _ = self.load_step(self.epoch_steps[self.progress.position])
             with self.layout.backward(last=True) as compute:
                 compute(lambda: self.microbatch_loss(microbatches[0])).sum().backward()
             self.optimizer.zero_grad()
@@ -494,21 +494,21 @@ class Trainer:
                 self.validate_if_due()
             step = self.progress.step
             is_best = self.best is not None and self.best.step == step
-            if not self.groups or step % self.settings.save_every == 0 or is_best:
+            if not self.epoch_steps or step % self.settings.save_every == 0 or is_best:
                 # If the last state could not be completed, save this step before raising the error.
                 with self.saving_on_error():
                     self.wait_for_save()
                 self.save()
-            if not self.groups:
+            if not self.epoch_steps:
                 return self.wait_for_save()
             with self.saving_on_error():
                 self.check_cancelled_together()
             line = self.take_step()
             if line is not None:
                 self.ranks.run_on_rank0(partial(self.log.add, line))
-            self.progress = schedule.after_step(self.phase, self.progress, len(self.groups))
-            if self.progress.position == len(self.groups) or self.progress.phase_step == self.phase.steps:
-                self.progress, self.groups = schedule.advance(self.progress, self.data, self.settings)
+            self.progress = schedule.after_step(self.phase, self.progress, len(self.epoch_steps))
+            if self.progress.position == len(self.epoch_steps) or self.progress.phase_step == self.phase.steps:
+                self.progress, self.epoch_steps = schedule.advance(self.progress, self.data, self.settings)
             if line is not None:
                 with self.saving_on_error():
                     self.report_line({**line, "steps": total})
@@ -549,7 +549,7 @@ class Trainer:
         A validation is due before the first step, every `every` steps, and at the end.
         """
         step, every = self.progress.step, self.settings.validation.every
-        is_due = bool(every) and (step % every == 0 or not self.groups)
+        is_due = bool(every) and (step % every == 0 or not self.epoch_steps)
         if not is_due or self.validated == step:
             return
         loss = None
@@ -721,11 +721,11 @@ class Trainer:
 
     def take_step(self) -> Line | None:
         """Take the next step, and return its line of the log. None: `skip_broken` leaves out all of its images."""
-        progress, group = self.progress, self.groups[self.progress.position]
+        progress, step_batches = self.progress, self.epoch_steps[self.progress.position]
         rate = schedule.learning_rate(self.phase, progress)
         began = time.perf_counter()
         with self.saving_on_error():
-            microbatches, images = self.load_step(group)
+            microbatches, images = self.load_step(step_batches)
             if not images:
                 self.steps_without_images += 1
                 return None
@@ -777,17 +777,17 @@ class Trainer:
         ranks.run_on_all(check)
         return mean, norm
 
-    def load_step(self, group: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
+    def load_step(self, step_batches: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
         """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
 
-        `group` has the batches of the step, as indices of samples. All ranks know an error.
+        `step_batches` has the batches of the step, as indices of samples. All ranks know an error.
 
         A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
         it, or if a whole epoch has no image, the error names every broken image of the step.
         """
         ranks, cache = self.ranks, self.phase_data.cache
-        rank_share = sharding.microbatches(group, ranks.rank, ranks.size)
-        total = sum(map(len, group))
+        rank_share = sharding.microbatches(step_batches, ranks.rank, ranks.size)
+        total = sum(map(len, step_batches))
         if not isinstance(cache, Stream):
 
             def load() -> list[LoadedMicrobatch]:
@@ -810,7 +810,7 @@ class Trainer:
 
         def check_broken() -> None:
             faults = [broken[index] for index in sorted(broken)]
-            is_epoch_empty = not total and self.steps_without_images + 1 >= len(self.groups)
+            is_epoch_empty = not total and self.steps_without_images + 1 >= len(self.epoch_steps)
             can_skip = skip and not is_epoch_empty and all(map(is_unreadable, faults))
             if faults and not can_skip:
                 Faults(faults).check()

@@ -6,7 +6,7 @@ ComfyUI decodes videos in chunks of frames. The bytes of its decode were counted
 from __future__ import annotations
 
 from ..memory import CONTEXT, DTYPES, DecodePlan, MemoryPlan, StagePlan, text_bytes
-from ..model.known_models import CARDS, MAX_TOKENS, TEXT_PARAMETERS, VIDEOS
+from ..model.known_models import GPU_SIZES, MAX_TOKENS, TEXT_PARAMETERS, VIDEOS
 from ..runtime.checks import check_name
 from .latents import video_shape
 
@@ -64,5 +64,5 @@ def plan_video(
         "decode": chunks,
         "peak": max(largest),
         "smallest": smallest,
-        "fits": {card: smallest + CONTEXT <= card * 2**30 for card in CARDS},
+        "fits": {size: smallest + CONTEXT <= size * 2**30 for size in GPU_SIZES},
     }

@@ -305,7 +305,7 @@ def test_before_it_begins_it_says_what_fits(host, checkpoint):
     base = read_base(settings)
     plan = plan_training(settings, base)
     assert re.fullmatch(r"needs 1\.\d of 24\.0 GB", training.describe_fit(settings, base, plan, 24 * 10**9))
-    short = training.describe_fit(settings, base, plan, plan.card - 1)
+    short = training.describe_fit(settings, base, plan, plan.gpu_bytes - 1)
     assert "does not fit a GPU of" in short and "fits with checkpoint_gradients = true" in short
     least = training.describe_fit(settings, base, plan, 10**6)
     assert "batch_size = 16 and accumulate = 4" in least and " in [" not in least and " in phase" not in least

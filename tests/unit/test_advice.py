@@ -13,7 +13,7 @@ from sana_core import advice
 from sana_core.checkpoints.downloads import DOWNLOADS
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, quantised_parameters, transformer_parameters
-from sana_core.model.known_models import CARDS, DECODERS, VARIANTS
+from sana_core.model.known_models import DECODERS, GPU_SIZES, VARIANTS
 from sana_core.split.cost import GPU_SPEEDS, work_of
 
 
@@ -64,9 +64,9 @@ def test_a_gpu_that_fits_a_model_in_bf16_never_needs_a_setting_for_a_smaller_ima
     rank = {"": 0, advice.INT8: 1, None: 2}
     for variant in VARIANTS:
         for side in (512, 1024, 4096, 8192):
-            ranks = [rank[advice.fit(advice.sold_gpu(gb), variant, side, side).setting] for gb in CARDS]
+            ranks = [rank[advice.fit(advice.sold_gpu(gb), variant, side, side).setting] for gb in GPU_SIZES]
             assert ranks == sorted(ranks, reverse=True), (variant, side)
-        for gb in CARDS:
+        for gb in GPU_SIZES:
             gpu = advice.sold_gpu(gb)
             ranks = [rank[advice.fit(gpu, variant, side, side).setting] for side in (512, 1024, 4096, 8192)]
             assert ranks == sorted(ranks), (variant, gb)
@@ -148,7 +148,7 @@ def test_the_tables_agree_with_the_answers():
     for row, model in zip(rows, advice.MODELS, strict=True):
         smallest = int(row[3].split()[0])
         assert advice.needed_bytes(model) <= smallest * 2**30
-        assert not [gb for gb in CARDS if gb < smallest and advice.needed_bytes(model) <= gb * 2**30]
+        assert not [gb for gb in GPU_SIZES if gb < smallest and advice.needed_bytes(model) <= gb * 2**30]
         assert row[2] == f"{advice.needed_bytes(model) / 1e9:.1f} GB" and CONTEXT == 600_000_000
     assert advice.markdown([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 

@@ -44,7 +44,7 @@ def test_the_cheapest_that_fits_changes_as_little_as_it_has_to():
     asked = {size: cheapest(settings, base, 4, size * GB) for size in (1, 6, 12, 40)}
     assert asked[40].settings.parallel.kind == "ddp" and len(asked[40].changes) == 1
     assert asked[12].settings.parallel.kind == "fsdp" and len(asked[12].changes) == 1
-    assert asked[6].plan.card <= 6 * GB
+    assert asked[6].plan.gpu_bytes <= 6 * GB
     assert asked[6].changes[0] != asked[12].changes[0] or len(asked[6].changes) > 1
     assert asked[1] is None
     lines = arrangement_lines(settings, base, 4, 12 * GB)
@@ -86,7 +86,7 @@ def test_a_model_that_is_offloaded_on_one_gpu_is_planned(checkpoint):
     lines = command.plan_lines(settings, 8.0)
     assert any(line.startswith("fsdp_offload") for line in lines) and lines[-1].startswith("fits 1 GPU of 8 GB")
     undivided, offloaded = (share("1.5-4.8B", kind, cards=1) for kind in ("ddp", "fsdp_offload"))
-    assert offloaded.card < undivided.card / 2
+    assert offloaded.gpu_bytes < undivided.gpu_bytes / 2
 
 
 def test_a_base_in_8_bits_is_not_divided():
@@ -98,7 +98,7 @@ def test_a_base_in_8_bits_is_not_divided():
 def test_every_gpu_has_room_for_the_text_encoder():
     """The ranks share the captions, so each of them loads the encoder."""
     settings, base = make_settings(accumulate=4), released_base("1.6B")
-    smallest = plan_training(settings, base, 4).stages[0].card
+    smallest = plan_training(settings, base, 4).stages[0].gpu_bytes
     assert cheapest(settings, base, 4, smallest - 1) is None
     assert cheapest(settings, base, 4, smallest).plan.largest.name == "captions"
 
@@ -120,6 +120,6 @@ def test_images_of_a_divided_model_are_planned_and_fit_24_gb(cards):
     # the whole model in bf16, and the rows of this GPU in fp32 with their state
     copy = 2 * transformer_parameters(base.model)
     assert copy < images.weights + images.state <= copy + (steps.weights + steps.state) * 1.01 or images == steps
-    assert steps.card <= images.card < 24 * GB and plans[0].sent == plans[1].sent
+    assert steps.gpu_bytes <= images.gpu_bytes < 24 * GB and plans[0].sent == plans[1].sent
     offloaded = plan_training(replace(prompts, parallel=Parallel("fsdp_offload")), base, cards)
-    assert copy < offloaded.card < copy + 3 * GB and offloaded.host > 0
+    assert copy < offloaded.gpu_bytes < copy + 3 * GB and offloaded.host > 0

@@ -308,7 +308,7 @@ def test_the_recipes_fit_the_cards_that_they_name(name):
     variant, card = RECIPES[name]
     file = ROOT / "recipes" / f"{name}.toml"
     assert re.search(rf"GPU of {card} GB", file.read_text().split("\nmodel")[0])
-    assert plan_training(read_settings(file), released_base(variant)).card <= CARDS[card]
+    assert plan_training(read_settings(file), released_base(variant)).gpu_bytes <= CARDS[card]
 
 
 def test_every_recipe_of_a_released_model_is_held_to_a_card():
@@ -365,7 +365,7 @@ def test_a_batch_is_divided_so_that_a_step_learns_as_many_pictures():
     (phase,) = proposal.settings.phase
     assert phase.batch < 6 and phase.batch * phase.accumulate == 12
     assert proposal.changes == (f"batch = {phase.batch} and accumulate = {phase.accumulate} in phase 1",)
-    assert proposal.plan.card <= CARDS["8"]
+    assert proposal.plan.gpu_bytes <= CARDS["8"]
 
 
 def test_what_is_not_needed_is_not_proposed():
@@ -373,7 +373,7 @@ def test_what_is_not_needed_is_not_proposed():
     base = released_base("1.5-4.8B")
     settings = make_settings(512, method=FULL, optimizer="adamw", ema=0.999, batch=2)
     proposal = propose(settings, base, 40 * 2**30)
-    assert proposal.plan.card <= 40 * 2**30
+    assert proposal.plan.gpu_bytes <= 40 * 2**30
     assert proposal.settings.method.weights == "bfloat16" and proposal.settings.phase[0].batch == 2
 
 
@@ -391,7 +391,7 @@ def test_a_base_in_8_bits_is_the_last_that_is_proposed():
     base = released_base("1.5-4.8B")
     assert propose(make_settings(checkpoint=False), base, CARDS["12"]).changes == ("checkpoint_gradients = true",)
     proposal = propose(make_settings(), base, CARDS["8"])
-    assert proposal.plan.card <= CARDS["8"] and proposal.changes == ('base = "int8" in [method]',)
+    assert proposal.plan.gpu_bytes <= CARDS["8"] and proposal.changes == ('base = "int8" in [method]',)
     # a DoRA cannot have one
     assert propose(make_settings(method=Method("dora")), base, CARDS["8"]).settings.method.base == "full"
 
@@ -410,7 +410,7 @@ def test_weights_in_bf16_are_not_proposed_with_an_optimizer_that_cannot_round_th
     """With weights in bf16, the model would fit without another optimizer, but Prodigy trains fp32 weights only."""
     base = released_base("1.6B")
     proposal = propose(make_settings(method=FULL, optimizer="prodigy"), base, CARDS["12"])
-    assert proposal.plan.card <= CARDS["12"]
+    assert proposal.plan.gpu_bytes <= CARDS["12"]
     assert OPTIMIZERS[proposal.settings.optimizer.name].per_parameter
     assert proposal.settings.method.weights == "bfloat16"
 
@@ -421,9 +421,11 @@ def test_where_nothing_fits_the_least_is_said():
     assert plan.largest.name == "captions"
     lines = fit_lines(settings, base, plan, CARDS["4"])
     assert "does not fit a GPU of 4 GB" in lines[0]
-    assert lines[1].startswith(f"the least that these settings can come to: {plan.card / 1e9:.1f} GB, for captions")
+    assert lines[1].startswith(
+        f"the least that these settings can come to: {plan.gpu_bytes / 1e9:.1f} GB, for captions"
+    )
     assert fit_lines(settings, base, plan, None) == [
-        f"{plan.card / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver: fits a GPU of 6 GB"
+        f"{plan.gpu_bytes / 1e9:.1f} GB with {CONTEXT / 1e9:.1f} GB for the driver: fits a GPU of 6 GB"
     ]
 
 

@@ -177,8 +177,8 @@ def memory_to_free(plan: Plan) -> int:
 
 def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int) -> str:
     """Return the memory that a run needs on a GPU of `memory` bytes. If it does not fit, propose other settings."""
-    if plan.card <= memory:
-        return f"needs {plan.card / 1e9:.1f} of {memory / 1e9:.1f} GB"
+    if plan.gpu_bytes <= memory:
+        return f"needs {plan.gpu_bytes / 1e9:.1f} of {memory / 1e9:.1f} GB"
     return proposal_with_widgets("; ".join(fit_lines(settings, base, plan, memory)))
 
 
@@ -226,7 +226,7 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
             memory = management.get_total_memory(device)
             fit = describe_fit(settings, base, plan, memory)
             # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
-            (logger.info if plan.card <= memory else logger.warning)(fit)
+            (logger.info if plan.gpu_bytes <= memory else logger.warning)(fit)
             seconds = measured_seconds(settings, base, device, newest_step(settings))
             view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
         # ComfyUI runs nodes in inference mode, and its tensors have no gradients. The run creates all of its tensors.
