@@ -91,8 +91,10 @@ OPTIMIZERS = {
     "came8bit": OptimizerSpec(partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
     "prodigy": OptimizerSpec(
         # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
-        # first hundred steps by up to ten, and a short run ends before the rate has grown.
-        partial(make_from_library, "Prodigy", bias_correction=True),
+        # first hundred steps by up to ten, and a short run ends before the rate has grown. `foreach` is the library's
+        # default on CUDA only. Here it is set for all devices, because it takes a copy of all weights, which the
+        # prediction of memory counts on the CPU.
+        partial(make_from_library, "Prodigy", bias_correction=True, foreach=True),
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,

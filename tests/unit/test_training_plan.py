@@ -29,8 +29,8 @@ from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, transformer_parameters
 from sana_core.model.known_models import VARIANTS, Architecture, released_variant
 from sana_core.runtime.accelerator import current_accelerator
-from sana_core.training.memory_counter import count_optimizer
-from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer
+from sana_core.training.memory_counter import count_optimizer, counting
+from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer, step_optimizer
 from sana_core.training.plan import (
     count_batch,
     fit_lines,
@@ -222,6 +222,25 @@ def test_an_optimizer_s_state_is_as_large_as_predicted(name):
                 held += sum(part.nbytes for part in parts)
     counted, _ = count_optimizer(name, [(shape, 1) for shape in shapes], torch.float32, 1)
     assert counted == pytest.approx(held, rel=0.03)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_takes_the_predicted_memory_on_a_gpu_too(name):
+    """Libraries choose another step for CUDA. Its tensors are fake, so no GPU is needed."""
+    library = {"adamw8bit": "torchao.optim", "prodigy": "pytorch_optimizer", "schedulefree": "pytorch_optimizer"}
+    pytest.importorskip(library.get(name, "torch"))
+    trained = [((16, 512), 4), ((512, 16, 1, 1), 4), ((2000, 512), 1), ((512,), 3)]
+    counted = count_optimizer(name, trained, torch.float32, 1)
+    with counting() as live:
+        parameters = [
+            torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape, number in trained for _ in range(number)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make_optimizer(name, parameters, 1e-4)
+        before = live.peak = live.alive
+        step_optimizer(optimizer, torch.Generator().manual_seed(0))
+        assert counted == pytest.approx((live.alive - before, live.peak - live.alive), rel=0.01)
 
 
 def test_a_count_leaves_torchao_s_table_of_8_bit_values_intact():
