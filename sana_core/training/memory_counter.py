@@ -185,11 +185,18 @@ def block_groups(method: Method, model: Architecture) -> list[EqualBlocks]:
 
 
 def count_step(
-    settings: TrainingSettings, model: Architecture, pixels: int | None, size: tuple[int, int]
+    settings: TrainingSettings,
+    model: Architecture,
+    pixels: int | None,
+    size: tuple[int, int],
+    gathered: bool = False,
+    accelerator: bool = False,
 ) -> StepMemory:
     """Return the memory of a batch of the first phase, whose latents have this `size` (rows, columns).
 
     The model was trained on images of `pixels`. A phase that accumulates has the gradients of an earlier batch.
+    With `gathered`, the trained weights have the precision of the computation, in which FSDP gathers them. With
+    `accelerator`, autocast chooses the dtypes of GPUs.
     """
     method, phase, compute = settings.method, settings.phase[0], getattr(torch, settings.dtype)
     groups, copies = block_groups(method, model), min(method.blocks, COUNTED)
@@ -213,8 +220,13 @@ def count_step(
             parameter.data = parameter.data.to(getattr(torch, method.weights) if method.kind == "full" else compute)
         trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers), blocks=copies)))
         trainer.set_up(transformer, 1.0)
+        trained = [parameter for parameter in trainer.models[-1].parameters() if parameter.requires_grad]
+        for parameter in trained if gathered and settings.uses_autocast else ():
+            parameter.data = parameter.data.to(compute)
     with counting() as live:
-        to_fake_cpu(trainer.models)
+        to_fake(trainer.models, "cpu")
+        if accelerator and settings.uses_autocast:
+            compute_norms_in_fp32(trainer.models)
         idle = live.alive
         blocks: list[Any] = list(transformer.transformer_blocks)
         if trainer.controlnet is not None:
@@ -263,17 +275,24 @@ def count_step(
     return StepMemory(weights, trained[0].dtype, tuple(shapes.items()), largest, max(peaks[:-1]), peaks[-1])
 
 
-def to_fake_cpu(models: Sequence[torch.nn.Module]) -> None:
-    """Replace the meta tensors of `models` by fake CPU tensors, which `counting` counts.
+def to_fake(models: Sequence[torch.nn.Module], device: str) -> None:
+    """Replace the meta tensors of `models` by fake tensors on `device`, which `counting` counts.
 
     `torch.nn.Module.to_empty` fails for modules that two models share.
     """
     for module in {module for model in models for module in model.modules()}:
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+
+
+def compute_norms_in_fp32(models: Sequence[torch.nn.Module]) -> None:
+    """Let the layer norms of `models` compute in fp32, as autocast does on GPUs. On the CPU they compute in bf16."""
+    for module in {module for model in models for module in model.modules()}:
+        if isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_pre_hook(lambda norm, inputs: (inputs[0].float(),))
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

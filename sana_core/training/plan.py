@@ -171,7 +171,7 @@ def plan_training(settings: TrainingSettings, base: Base, cards: int = 1, accele
         Stage("captions", base.text_parameters * item, 0, text_bytes(1, item)),
         Stage("latents", base.autoencoder_parameters * FP32_BYTES, 0, encoder_work),
     )
-    training = [training_stage(settings, base, number, cards) for number in range(len(settings.phase))]
+    training = [training_stage(settings, base, number, cards, accelerator) for number in range(len(settings.phase))]
     if settings.validation.every and settings.validation.prompts:
         training.append(validation_stage(settings, base, cards, accelerator))
     if not settings.stream:
@@ -188,10 +188,18 @@ def largest_shape(resolution: int) -> tuple[int, int]:
     return width // DOWNSCALE, height // DOWNSCALE
 
 
-def count_batch(settings: TrainingSettings, base: Base, phase: Phase, batch: int, accumulated: bool) -> StepMemory:
+def count_batch(
+    settings: TrainingSettings,
+    base: Base,
+    phase: Phase,
+    batch: int,
+    accumulated: bool,
+    gathered: bool = False,
+    accelerator: bool = False,
+) -> StepMemory:
     """Return the memory of forward and backward of `batch` images of the largest shape in `phase`.
 
-    `accumulated`: the gradients of an earlier batch exist.
+    `accumulated`: the gradients of an earlier batch exist. `gathered` and `accelerator` are as in `count_step`.
     """
     width, height = largest_shape(phase.largest)
     method, largest = settings.method, max(phase.largest for phase in settings.phase)
@@ -207,7 +215,7 @@ def count_batch(settings: TrainingSettings, base: Base, phase: Phase, batch: int
         checkpoint_gradients=settings.checkpoint_gradients,
     )
     title = f"{method.kind}, {width * DOWNSCALE}x{height * DOWNSCALE} px, batch {batch}"
-    return base.counter.count(title, count_step, case, base.model, resolution, (height, width))
+    return base.counter.count(title, count_step, case, base.model, resolution, (height, width), gathered, accelerator)
 
 
 def count_update(settings: TrainingSettings, base: Base, step: StepMemory, shards: int) -> tuple[int, int]:
@@ -217,15 +225,20 @@ def count_update(settings: TrainingSettings, base: Base, step: StepMemory, shard
     return state + (step.elements * FP32_BYTES // shards if settings.optimizer.ema else 0), work
 
 
-def training_stage(settings: TrainingSettings, base: Base, number: int = 0, cards: int = 1) -> Stage:
-    """Return the memory of a step of phase `number` on one of `cards` GPUs, without the encoders."""
+def training_stage(
+    settings: TrainingSettings, base: Base, number: int = 0, cards: int = 1, accelerator: bool = False
+) -> Stage:
+    """Return the memory of a step of phase `number` on one of `cards` GPUs, without the encoders.
+
+    Without `accelerator`: of the CPU, whose autocast chooses other dtypes.
+    """
     phase, parallel = settings.phase[number], settings.parallel
     name = f"phase {number + 1}: {phase.largest} px, batch {phase.batch}"
     rounds, batch = rank_share(phase, cards)
     shards = shards_of(settings, cards)
     # Several GPUs have gradients from the beginning: DDP in its buckets, and FSDP in the rows of its shards.
     accumulated = rounds > 1 or cards > 1 or parallel.kind != DDP
-    step = count_batch(settings, base, phase, batch, accumulated)
+    step = count_batch(settings, base, phase, batch, accumulated, False, accelerator)
     state, optimizer_work = count_update(settings, base, step, shards)
     if parallel.kind == DDP:
         sent = round(ring(cards) * 2 * step.gradients)
@@ -237,7 +250,7 @@ def training_stage(settings: TrainingSettings, base: Base, number: int = 0, card
     block_bytes = (model_bytes - outside_bytes) // base.model.layers
     # While a block is computed, its gathered weights, the layers outside of blocks and its fp32 gradients are whole.
     gathered = outside_bytes + step.largest_block * FP32_BYTES
-    compute = count_batch(gathered_settings(settings), base, phase, batch, accumulated)
+    compute = count_batch(settings, base, phase, batch, accumulated, True, accelerator)
     # At the end all gradients exist. At the beginning of the first microbatch none do.
     begin = compute.peak_before_first_block + gathered + GATHERED * block_bytes
     begin -= step.gradients // shards if rounds == 1 else 0
@@ -270,11 +283,6 @@ def ring(cards: int) -> float:
     return (cards - 1) / cards
 
 
-def gathered_settings(settings: TrainingSettings) -> TrainingSettings:
-    """Return `settings` with the trained weights in the precision of the forward, in which FSDP gathers them."""
-    return replace(settings, method=replace(settings.method, weights=settings.dtype))
-
-
 def validation_stage(settings: TrainingSettings, base: Base, cards: int, accelerator: bool) -> Stage:
     """Return the memory of the first of `cards` GPUs while it generates the validation's images.
 
@@ -289,12 +297,12 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
     weights, (state, _) = step.weights, count_update(settings, base, step, shards)
     if kind != DDP:
         # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
-        weights = count_batch(gathered_settings(settings), base, phase, 1, False).weights
+        weights = count_batch(settings, base, phase, 1, False, gathered=True).weights
         if kind == OFFLOADED:
             state = 0
         else:
             weights += step.weights // shards
-    elif not method.is_adapter and method.weights != settings.dtype:
+    elif settings.uses_autocast:
         # Images are generated with a copy of the trained weights, in the precision in which they are saved.
         weights += step.elements * dtype.itemsize
     elif method.base != "full":

@@ -438,6 +438,11 @@ class TrainingSettings:
     validation: Validation = field(default_factory=Validation)
     parallel: Parallel = field(default_factory=Parallel)
 
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether the trained weights have another precision than the computation."""
+        return not self.method.is_adapter and self.method.weights != self.dtype
+
     def source(self, kind: str) -> str:
         """Return the checkpoint that contains the component: "transformer", "text_encoder" or "autoencoder"."""
         separate_files = {"text_encoder": self.text_encoder, "autoencoder": self.autoencoder}

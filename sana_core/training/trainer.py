@@ -877,16 +877,14 @@ class Trainer:
 
     def batch_loss(self, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """Return the loss of flow matching [B] of a batch, in float32 on the model's device."""
-        device, method = self.device, self.settings.method
-        compute = getattr(torch, self.settings.dtype)
-        mixed = not method.is_adapter and method.weights != self.settings.dtype
+        device, compute = self.device, getattr(torch, self.settings.dtype)
         weight = None if batch.weight is None else batch.weight.to(device)
         control = None
         if self.controlnet is not None and batch.control is not None:
             control = Control(self.controlnet, batch.control)
         x0, noise, mask = batch.latents.to(device), noise.to(device), batch.mask.to(device)
         # Each weight is used once, so a cache of the cast weights would only be a second model in memory.
-        with torch.autocast(device.type, compute, enabled=mixed, cache_enabled=False):
+        with torch.autocast(device.type, compute, enabled=self.settings.uses_autocast, cache_enabled=False):
             embeds = batch.embeds.to(device, compute)
             return flow_loss(self.transformer, x0, (embeds, mask), noise, sigma, weight, control)
 

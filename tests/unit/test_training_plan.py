@@ -27,9 +27,18 @@ from sana_core.commands import train as command
 from sana_core.decode.stages import encoder_stages
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, transformer_parameters
-from sana_core.model.known_models import VARIANTS, Architecture, released_variant
+from sana_core.model.known_models import (
+    MAX_TOKENS,
+    TEXT_WIDTH,
+    VARIANTS,
+    Architecture,
+    build_transformer,
+    released_variant,
+)
+from sana_core.model.latents import CHANNELS
 from sana_core.runtime.accelerator import current_accelerator
-from sana_core.training.memory_counter import count_optimizer, counting
+from sana_core.training.cache import Batch
+from sana_core.training.memory_counter import compute_norms_in_fp32, count_optimizer, counting, to_fake
 from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer, step_optimizer
 from sana_core.training.plan import (
     count_batch,
@@ -43,6 +52,7 @@ from sana_core.training.plan import (
 from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.settings import CONSISTENCY, FLOW, Loss, Method, Parallel, Validation, read_settings
 from sana_core.training.trained_model import adapter_layers, add_adapter, make_controlnet, quantise_base
+from sana_core.training.trainer import Trainer
 
 SMALL = Architecture(640, 2)
 DISTILLED = Architecture(640, 5, qk_norm=True, guidance_embeds=True)
@@ -241,6 +251,46 @@ def test_an_optimizer_takes_the_predicted_memory_on_a_gpu_too(name):
         before = live.peak = live.alive
         step_optimizer(optimizer, torch.Generator().manual_seed(0))
         assert counted == pytest.approx((live.alive - before, live.peak - live.alive), rel=0.01)
+
+
+@pytest.mark.parametrize("method", [FULL, CONTROLNET], ids=["full", "controlnet"])
+def test_autocast_saves_the_predicted_tensors_on_a_gpu_too(method, monkeypatch):
+    """Autocast chooses other dtypes on CUDA than on the CPU. The tensors are fake, so no GPU is needed."""
+    # torch.autocast calls these two functions. Attention is replaced by a product, because SDPA has other kernels.
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments, **options: True)
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention", lambda q, k, v, **options: q @ k.transpose(-1, -2) @ v
+    )
+    settings = make_settings(method=method, checkpoint=False, dtype="bfloat16")
+
+    def saved(device, fp32_norms=False):
+        """Return how often the forward saves each shape and dtype for the backward."""
+        with torch.device("meta"):
+            transformer = build_transformer(VARIANTS["0.6B"]._replace(layers=4))
+            trainer = Trainer(replace(settings, method=replace(method, blocks=2)))
+            trainer.set_up(transformer, 1.0)
+        tensors = Counter()
+
+        def pack(tensor):
+            tensors[tuple(tensor.shape), tensor.dtype] += 1
+            return tensor
+
+        with counting():
+            to_fake(trainer.models, device)
+            if fp32_norms:
+                compute_norms_in_fp32(trainer.models)
+            latents = torch.empty(1, CHANNELS, 8, 8)
+            embeds = torch.empty(1, MAX_TOKENS, TEXT_WIDTH, dtype=torch.bfloat16)
+            mask = torch.empty(1, MAX_TOKENS, dtype=torch.int64)
+            batch = Batch(latents, embeds, mask, None, [], latents if method.kind == "controlnet" else None)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                trainer.batch_loss(batch, latents, torch.empty(1, device=device))
+        return tensors
+
+    expected = saved("cuda")
+    assert saved("cpu", fp32_norms=True) == expected
+    assert saved("cpu") != expected
 
 
 def test_a_count_leaves_torchao_s_table_of_8_bit_values_intact():
