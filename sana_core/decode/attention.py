@@ -210,16 +210,16 @@ class StreamedAttention:
             # A single map needs half the launches.
             maps = [torch.cat(maps, dim=1)]
         scores = self.scores.chunk(len(maps), dim=1)
-        hidden = [self.attend(scale_scores, maps.pop(0)).to(rows.dtype).flatten(1, 2) for scale_scores in scores]
+        hidden = [self.attend(scale_scores, maps).to(rows.dtype).flatten(1, 2) for scale_scores in scores]
         window = (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)).unflatten(2, (-1, width))
         del hidden
         out = functional.linear(window.movedim(1, -1), self.attn.to_out.weight).movedim(-1, 1)
         norm_into(out, out, self.attn.norm_out, self.residual.pop(out.shape[2]))
         return out
 
-    def attend(self, scores: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        out = scores @ query.relu_()
-        del query
+    def attend(self, scores: torch.Tensor, queries: list[torch.Tensor]) -> torch.Tensor:
+        """Return the attention of the first of `queries`. It is removed from the list, so that it is freed here."""
+        out = scores @ queries.pop(0).relu_()
         return out[:, :, :-1].div_(out[:, :, -1:] + self.attn.eps)
 
 

@@ -84,10 +84,16 @@ def in_strips(
 ) -> torch.Tensor:
     """Return the latents of one image according to `plan`, with the device and dtype of `like`."""
     workspace = Workspace(like, plan.workspace)
-    # Without a name, which would keep the boundary map alive until the end.
-    return last_layers(
-        encoder, boundary_map(encoder, stages, plan, image, workspace, poll), stages, plan, workspace, poll
-    )
+    x = boundary_map(encoder, stages, plan, image, workspace, poll)
+    for stage in range(stages.local, len(stages.widths)):
+        for block in encoder.down_blocks[stage]:
+            # A downsampling block belongs to the stage before it, with the finer resolution.
+            x = global_block(block, x, plan.attention_rows, stages.downscale // 2**stage, workspace, poll)
+    whole = x.rows(0, x.height)
+    latents = encoder.conv_out(whole)
+    if encoder.out_shortcut:
+        latents += whole.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)
+    return latents
 
 
 def channels_last(pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -121,18 +127,3 @@ def boundary_map(
             boundary.write(top, left, rows[..., left - begin : right - begin])
             top += rows.shape[2]
     return boundary
-
-
-def last_layers(
-    encoder: Encoder, boundary: RowPartition, stages: Stages, plan: Plan, workspace: Workspace, poll: Poll
-) -> torch.Tensor:
-    """Run the attention stages and the last convolution. Returns the latents."""
-    for stage in range(stages.local, len(stages.widths)):
-        for block in encoder.down_blocks[stage]:
-            # A downsampling block belongs to the stage before it, with the finer resolution.
-            boundary = global_block(block, boundary, plan.attention_rows, stages.downscale // 2**stage, workspace, poll)
-    x = boundary.rows(0, boundary.height)
-    latents = encoder.conv_out(x)
-    if encoder.out_shortcut:
-        latents += x.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)
-    return latents

@@ -249,30 +249,25 @@ def feed_forward(
         maps = F.silu(block.conv_inverted(maps), inplace=True)
         maps, gate = block.conv_depth(maps)[:, :, inner_rows].chunk(2, dim=1)
         return block.conv_point(maps * F.silu(gate)).flatten(2).transpose(1, 2)
-    # The argument has no name here, so that the largest map is freed before the last product.
-    gated = gated_depthwise(
-        block.conv_depth, pointwise(block.conv_inverted, states, size).unflatten(1, size), kernels, edges
-    )
-    return pointwise(block.conv_point, gated.flatten(1, 2), (gated.shape[1], size[1]))
-
-
-def gated_depthwise(
-    depth: torch.nn.Module, maps: torch.Tensor, kernels: frozenset[str], edges: tuple[int, int]
-) -> torch.Tensor:
-    """Return value * silu(gate) [B, n, w, C]. `depth` of silu(`maps`) [B, h, w, 2 C] gives value and gate.
-
-    `edges`: see `feed_forward`.
-    """
+    # The largest map [B, rows, columns, 2 C]. It is deleted before the next maps are allocated. As an argument of
+    # another function it could not be freed there: before Python 3.11, and while torch.compile or a debugger replaces
+    # the evaluation of frames, the caller keeps its arguments.
+    maps = pointwise(block.conv_inverted, states, size).unflatten(1, size)
     gated = None
     if "gated_depthwise" in kernels:
         from ..kernels.gated_depthwise import silu_depthwise_gate
 
         gated = with_weights(
-            depth, maps, lambda weight, bias: silu_depthwise_gate(maps.contiguous(), weight.contiguous(), bias, edges)
+            block.conv_depth,
+            maps,
+            lambda weight, bias: silu_depthwise_gate(maps.contiguous(), weight.contiguous(), bias, edges),
         )
     if gated is None:
-        inner_rows = slice(edges[0], maps.shape[1] - edges[1])
-        value, gate = depth(F.silu(maps, inplace=True).permute(0, 3, 1, 2))[:, :, inner_rows].chunk(2, dim=1)
+        hidden = block.conv_depth(F.silu(maps, inplace=True).permute(0, 3, 1, 2))[:, :, inner_rows]
         del maps
+        value, gate = hidden.chunk(2, dim=1)
         gated = (value * F.silu(gate)).permute(0, 2, 3, 1)
-    return gated
+        del hidden, value, gate
+    else:
+        del maps
+    return pointwise(block.conv_point, gated.flatten(1, 2), (gated.shape[1], size[1]))

@@ -1,9 +1,11 @@
 """Steps, decodes and encodes on accelerators that are not there: launches, bytes, peaks, and devices that mix."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
+import torch._dynamo
 from fake_accelerator import FIRST, SECOND, Counter, fake_accelerators
 from setup import ROOT
 
@@ -162,6 +164,25 @@ def test_a_decode_stays_within_its_launches_and_bytes():
     assert figures["transfers"] <= 5
     assert 0.95 <= figures["predicted_of_peak"][0] <= 1.10
     assert figures == committed()["decode"]["1024 px"]
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        partial(counts.step, "1.6B", 1024),
+        partial(counts.step, "1.6B", 1024, perturbed=True),
+        partial(counts.decode, 1024),
+        partial(counts.decode, 1024, triton=False),
+        partial(counts.decode, 2048, smallest=True),
+        partial(counts.decode, 1024, kind="lite"),
+        partial(counts.encode, 1024),
+        partial(counts.encode, 2048, smallest=True),
+    ],
+    ids=lambda count: f"{count.func.__name__} {count.args} {count.keywords}",
+)
+def test_no_more_memory_is_needed_where_callers_keep_their_arguments(count):
+    """As in Python 3.10, and after torch.compile has failed in a process. `torch._dynamo.run` evaluates frames so."""
+    assert torch._dynamo.run(count)() == count()
 
 
 def test_a_decode_without_triton_needs_no_more_memory():
