@@ -46,7 +46,11 @@ def chromium_path() -> str | None:
 
 
 def run(*command: str | Path) -> None:
-    subprocess.run([str(part) for part in command], check=True)
+    """Run a command. If it fails, exits with its status after its output."""
+    words = [str(part) for part in command]
+    status = subprocess.run(words).returncode
+    if status:
+        sys.exit(f"{' '.join(words)}: failed with status {status}, see the lines above; then run this again")
 
 
 def is_current(stamp: Path, content: str) -> bool:
