@@ -184,8 +184,10 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
                 return None
 
 
-def write_sheet(out: Path, parts: Path) -> None:
-    """Write the sheet of the run in `out`, over its earlier sheet. Raises ExistingFileError for a file of others.
+def write_sheet(out: Path, parts: Path, best: int | None) -> None:
+    """Write the sheet of the run in `out`, over its earlier sheet. It marks the step `best`.
+
+    Raises ExistingFileError for a file of others.
 
     If it cannot be written for another reason, the log has the reason, and the next validation writes it again.
     """
@@ -193,7 +195,7 @@ def write_sheet(out: Path, parts: Path) -> None:
     try:
         with writing(file):
             check_own(file)
-            write_whole(file, draw_sheet(out), parts, replace=True)
+            write_whole(file, draw_sheet(out, best), parts, replace=True)
     except ExistingFileError:
         raise
     except OSError as error:
@@ -201,14 +203,13 @@ def write_sheet(out: Path, parts: Path) -> None:
         logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
 
 
-def draw_sheet(out: Path) -> bytes:
+def draw_sheet(out: Path, best: int | None) -> bytes:
     """Return a PNG with the images of the validations in `out`, a column for each, and the curves of the losses."""
     from PIL import Image, ImageDraw
     from PIL.PngImagePlugin import PngInfo
 
     lines = read_log(out)
     images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
-    best = best_step(lines)
     steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})
     thumbs = {}
     for (step, row), path in images.items():
@@ -257,15 +258,6 @@ def images_in(out: Path) -> list[tuple[Path, re.Match[str]]]:
     """Return the images of validations in `out`, with the matches of step and prompt in their names."""
     matches = [(path, IMAGE.fullmatch(path.name)) for path in (out / PICTURES).glob("step-*.png")]
     return [(path, match) for path, match in matches if match]
-
-
-def best_step(lines: Sequence[Line]) -> int | None:
-    """Return the step of the lowest validation loss in the log's last phase. The untrained model does not count."""
-    phases = [(line["phase"], line["step"]) for line in lines if "phase" in line]
-    began = max((step for phase, step in phases if phase != phases[-1][0]), default=0)
-    validations = [line for line in lines if "validation_loss" in line and line["step"] > began]
-    losses = [(line["validation_loss"], line["step"]) for line in validations]
-    return min(losses)[1] if losses else None
 
 
 def columns_of(steps: Sequence[int], best: int | None) -> list[int]:

@@ -147,7 +147,14 @@ def prepare_phase(
     cache = build_cache(cached, store, encode, ids, poll, progress, broken)
     variants = groups_of(samples)
     training, held_out = hold_out(samples, variants, settings.validation.share)
-    described = [(sample.name, sample.caption, sample.size, sample.image[1:]) for sample in samples]
+    # Of a file only the part in its tar, because machines may have the same files under different paths.
+    described = [
+        (
+            (sample.name, sample.caption, sample.size, sample.bucket, sample.crop),
+            [place and place[1:] for place in (*sample.files, sample.control)],
+        )
+        for sample in samples
+    ]
     order = [described, ids, training, phase.batch, phase.accumulate]
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
     # The files of a streamed data set are too large for a digest of their contents.

@@ -552,19 +552,19 @@ class Trainer:
         is_due = bool(every) and (step % every == 0 or not self.epoch_steps)
         if not is_due or self.validated == step:
             return
-        loss = None
+        best = self.best
         with self.weights_to_save():
             if self.phase_data.held_out:
                 loss = self.validation_loss()
+                best = schedule.better(best, loss, self.progress)
                 line: Line = {"step": step, "validation_loss": loss}
                 self.ranks.run_on_rank0(partial(self.log.add, line))
                 self.report_line(line)
             if self.settings.validation.prompts:
                 models = self.gather_models(self.device, trained_alone=False)
-                self.ranks.run_on_rank0(lambda: self.preview(models))
-        self.validated = step
-        if loss is not None:
-            self.best = schedule.better(self.best, loss, self.progress)
+                self.ranks.run_on_rank0(lambda: self.preview(models, best))
+        # A validation that is cancelled while it generates images is repeated.
+        self.validated, self.best = step, best
 
     @contextmanager
     def weights_to_save(self) -> Iterator[None]:
@@ -587,8 +587,9 @@ class Trainer:
 
         Each image is measured at VALIDATION_TIMES times with one noise. All validations have the same times and noise.
         """
-        ranks, data = self.ranks, self.phase_data
+        ranks, data, step = self.ranks, self.phase_data, self.progress.step
         held_out, total = data.held_out, 0.0
+        fault: TrainingError | None = None
         # FSDP gathers weights in each forward, so all ranks compute the same number of losses. Extra ones do not count.
         rounds = math.ceil(len(held_out) / ranks.size)
         for number in range(ranks.rank, rounds * ranks.size, ranks.size):
@@ -600,7 +601,18 @@ class Trainer:
                 compute = partial(self.image_loss, batch, noise, time_of_noise[None])
                 # Only FSDP talks to other ranks in a forward.
                 loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
+                if fault is None and not math.isfinite(loss):
+                    fault = TrainingError(
+                        f"training: after step {step} the validation loss of {batch.names[0]} is not finite; lower "
+                        "learning_rate, or remove it"
+                    )
                 total += loss if counts else 0.0
+
+        def check() -> None:
+            if fault is not None:
+                raise fault
+
+        ranks.run_on_all(check)
         return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
 
     def image_loss(self, batch: Batch, noise: torch.Tensor, times: torch.Tensor) -> float:
@@ -624,8 +636,8 @@ class Trainer:
         dtype = None if settings.method.is_adapter else getattr(torch, settings.dtype)
         return gather(shards, device, dtype, self.ranks.first, trained_alone)
 
-    def preview(self, models: list[Any]) -> None:
-        """Generate and show the validation's images, and write the sheet of all validations."""
+    def preview(self, models: list[Any], best: Best | None) -> None:
+        """Generate and show the validation's images, and write the sheet of all validations, which marks the `best`."""
         step = self.progress.step
         assert self.inputs is not None
         with as_saved(self.settings, models) as saved:
@@ -633,7 +645,10 @@ class Trainer:
                 self.settings, saved, self.shift, self.inputs, self.out, self.parts, step, self.check_cancelled
             )
             self.show(step, images)
-        write_sheet(self.out, self.parts)
+        if best is not None and (best.phase != self.progress.phase or not best.step):
+            # Neither an earlier phase nor the untrained model is the result.
+            best = None
+        write_sheet(self.out, self.parts, None if best is None else best.step)
 
     # A saved state
 
@@ -800,7 +815,8 @@ class Trainer:
         def read() -> list[LoadedMicrobatch]:
             loaded = []
             for indices, counts in rank_share:
-                readable, batch = cache.load_readable(indices, broken, skip)
+                # Another rank learns the image of an idle rank, and reports its fault.
+                readable, batch = cache.load_readable(indices, broken if counts else {}, skip)
                 loaded.append(LoadedMicrobatch(readable or indices[:1], counts and bool(readable), batch))
             return loaded
 

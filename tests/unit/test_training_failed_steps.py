@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
-from sana_core.training import cache, dataset, optimizers, states, trainer
+from sana_core.training import cache, dataset, optimizers, schedule, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
 from sana_core.training.trainer import Trainer
@@ -705,3 +705,46 @@ def test_other_faults_of_a_data_set_name_broken_images_as_well(tmp_path, monkeyp
     monkeypatch.setattr(dataset, "CHECKED", -1.0)
     with pytest.raises(InputError, match=r"^1-0.png: has no caption, .*; an empty one is none$"):
         dataset.read_dataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_validation_loss_that_is_not_finite_ends_the_run_and_names_the_image(make, ranks, monkeypatch):
+    settings = make(stream=False, validation=Validation(every=2, share=0.25))
+    image_loss = Trainer.image_loss
+
+    def fail_at_step_2(run, batch, noise, times):
+        names.append(batch.names[0])
+        return float("nan") if run.progress.step == 2 else image_loss(run, batch, noise, times)
+
+    names = []
+    monkeypatch.setattr(Trainer, "image_loss", fail_at_step_2)
+    for class_name, text in fail(settings, ranks):
+        assert class_name == "TrainingError" and "after step 2 the validation loss of" in text, text
+        assert ranks > 1 or names[0] in text
+    ((step, folder),) = find_states(Path(settings.out))
+    assert step == 2 and (states.read_document(folder).best or states.Best(0.0, 0, 0, 0.0)).loss < 100
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_an_idle_rank_that_cannot_read_the_image_of_another_changes_nothing(make, tmp_path, skip):
+    """Three batches for two ranks: in the second round, rank 1 computes the first image for company."""
+    settings = make(skip_broken=skip)
+    phase = replace(settings.phase[0], batch=1, accumulate=3, steps=1)
+    settings = replace(settings, phase=(phase,))
+    data, elsewhere = Path(phase.data[0]), tmp_path / "elsewhere"
+    shutil.copytree(data, elsewhere)
+    (first, *_), *_ = schedule.epoch_steps(phase, prepared(settings), settings.seed, 0)[0]
+    change_pixels(elsewhere / prepared(settings).samples[first].name)
+    moved = replace(settings, phase=(replace(phase, data=(str(elsewhere),)),))
+    results_of(2, lambda this: str(trainer.train(moved if this.rank else settings, ranks=this)))
+    alike = replace(settings, out=f"{settings.out}-alike")
+    run(alike, 2)
+    assert results(settings.out)[0] == results(alike.out)[0]
+
+
+def prepared(settings):
+    """Return the data of the first phase."""
+    with torch.no_grad():
+        run = Trainer(replace(settings, out=f"{settings.out}-prepared"))
+        run.prepare_data()
+    return run.data[0]

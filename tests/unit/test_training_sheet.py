@@ -8,8 +8,9 @@ from pictures import write_pictures
 from PIL import Image
 
 from sana_core.errors import ExistingFileError
+from sana_core.training import trainer
 from sana_core.training.dataset import SHEET
-from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, best_step, columns_of
+from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, columns_of
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
 from sana_core.training.states import read_log
 from sana_core.training.trainer import train
@@ -31,13 +32,9 @@ def settings(tmp_path, checkpoint):
 def test_a_column_for_each_validation_and_a_row_for_each_prompt(settings, tmp_path):
     train(settings)
     lines = read_log(tmp_path / "out")
-    best = best_step(lines)
-    assert (
-        best
-        == min(
-            (line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") and line["step"]
-        )[1]
-    )
+    best = min(
+        (line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") and line["step"]
+    )[1]
     with Image.open(tmp_path / "out" / SHEET) as image:
         sheet = np.asarray(image.convert("RGB")).astype(int)
     for row in range(2):
@@ -81,3 +78,18 @@ def test_of_many_validations_the_first_the_last_and_the_best_have_columns():
     columns = columns_of(steps, 700)
     assert len(columns) <= COLUMNS and {0, 700, 9900} <= set(columns) and columns == sorted(columns)
     assert columns_of(steps[:5], None) == steps[:5]
+
+
+def test_the_best_of_the_last_phase_is_marked_and_published(settings, tmp_path, monkeypatch):
+    """The validation after the last step of a phase measures the images of the next phase. Here it is the best one."""
+    steps, marked = [0, 2, 4], []
+    losses = iter([0.5, 0.3, 0.4])
+    monkeypatch.setattr(trainer.Trainer, "validation_loss", lambda run: next(losses))
+    monkeypatch.setattr(trainer, "write_sheet", lambda out, parts, best: marked.append(best))
+    phase = replace(settings.phase[0], steps=2)
+    file = train(replace(settings, phase=(phase, phase)))
+    assert [line["step"] for line in read_log(tmp_path / "out") if "validation_loss" in line] == steps
+    assert marked == [None, 2, 2]
+    assert (
+        file.read_bytes() == next((tmp_path / "out" / "steps" / "step-0000002").glob("sana.safetensors")).read_bytes()
+    )

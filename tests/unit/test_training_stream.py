@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import shutil
 import tarfile
 import weakref
 from dataclasses import replace
@@ -141,3 +142,18 @@ def test_the_plan_counts_the_encoders_that_stay(settings):
         for run_settings in (streamed, cached)
     ]
     assert shares[0].weights == shares[1].weights + weights
+
+
+@pytest.mark.parametrize("change", ["resolution", "mask"])
+def test_an_epoch_begins_again_if_its_images_are_learned_in_another_way(settings, folder, tmp_path, caplog, change):
+    """The order of the batches and the validation's losses depend on resolution, crops and masks."""
+    data = shutil.copytree(folder / "loose", tmp_path / "data")
+    run_settings = settings("changed")
+    phase = replace(run_settings.phase[0], data=(str(data),), batch=1, accumulate=1, steps=1)
+    trainer.train(replace(run_settings, phase=(phase,)))
+    if change == "resolution":
+        phase = replace(phase, resolution=160)
+    else:
+        (data / "1-2-mask.png").unlink()
+    trainer.train(replace(run_settings, phase=(replace(phase, steps=2),)))
+    assert "so its epoch begins again" in caplog.text
