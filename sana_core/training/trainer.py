@@ -141,6 +141,8 @@ class Trainer:
     check_held: Poll
     # The values that may not change when the run resumes. Every state has them.
     config: Json
+    # Whether the adapter begins with the file `method.start`. A resumed run does not.
+    loads_start: bool
     log: RunLog
 
     # The images of each phase.
@@ -177,7 +179,7 @@ class Trainer:
     save_thread: Executor
     # The job of `save_thread` for the last state.
     completing: Future[None] | None
-    # An error of `report`. The other ranks learn of it at the next `check_cancelled_together`.
+    # An error of `report`. The other ranks learn of it at the next `check_step_together`.
     report_error: BaseException | None
 
     def __init__(
@@ -197,9 +199,10 @@ class Trainer:
         self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
         self.best = self.validated = self.completing = self.report_error = None
         self.saved = self.steps_without_images = 0
+        self.loads_start = False
 
     def train(self) -> Path:
-        check_base(self.settings)
+        self.ranks.run_on_all(lambda: check_base(self.settings))
         shift = read_shift(self.settings)
         check_launch(self.settings, self.ranks)
         if self.ranks.size > 1:
@@ -292,26 +295,32 @@ class Trainer:
         """Raise ExistingFileError for foreign files, and InputError if the folder's run has another config."""
         settings = self.settings
         names = (self.lora_file, self.last_file) if settings.method.is_adapter else ()
-        self.config = describe_config(settings)
+        # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
+        self.config = self.ranks.broadcast(self.ranks.run_on_rank0(lambda: describe_config(settings)) or {})
+        self.loads_start = self.ranks.broadcast(needs_start(settings))
         self.ranks.run_on_rank0(lambda: states.check_folder(self.out, names, len(settings.phase), self.config))
         if settings.validation.prompts:
             self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
 
     def check_cancelled(self) -> None:
-        """Raise an error if the run is cancelled, or if others have put files where it writes."""
+        """Raise an error if the run is cancelled, or if another process has taken its folder."""
         self.check_held()
+        self.poll()
+
+    def check_step(self) -> None:
+        """Raise an error if the run is cancelled, or if others have put files where it writes."""
         if self.ranks.first:
             # Checked each step, so that the finished steps can still be saved.
             states.check_places(self.out)
-        self.poll()
+        self.check_cancelled()
 
-    def check_cancelled_together(self) -> None:
-        """Raise an error on all ranks, at the same step, if one of them is cancelled or could not report."""
+    def check_step_together(self) -> None:
+        """Raise an error on all ranks, at the same step, if `check_step` or a report has failed on one of them."""
         if self.ranks.size == 1:
-            return self.check_cancelled()
+            return self.check_step()
         error = self.report_error
         try:
-            self.check_cancelled()
+            self.check_step()
         except BaseException as raised:
             error = raised
         self.ranks.agree(error)
@@ -364,7 +373,7 @@ class Trainer:
                     ranks.run_on_all(partial(encode, samples, slice(ranks.rank, None, ranks.size)))
                 # Rank 0 encodes the entries that are still missing. The others then read all entries from the cache.
                 prepared = ranks.run_on_rank0(partial(encode, samples, slice(None)))
-                self.data, self.inputs = prepared or encode(samples, slice(None))
+                self.data, self.inputs = ranks.run_on_all(lambda: prepared or encode(samples, slice(None)))  # noqa: B023
                 if settings.stream and settings.skip_broken:
                     ranks.run_on_all(check_held_out)
                 # Machines may have the images under different paths, so the ranks exchange positions.
@@ -409,7 +418,7 @@ class Trainer:
             self.controlnet = trained_model.make_controlnet(transformer, method.blocks, getattr(torch, method.weights))
         else:
             trained_model.add_adapter(transformer, method, settings.seed)
-            if needs_start(settings):
+            if self.loads_start:
                 trained_model.load_start(transformer, method)
             if method.base != "full":
                 trained_model.quantise_base(transformer)
@@ -440,7 +449,7 @@ class Trainer:
         """Restore the newest state of the run's folder, and find the next step."""
         ranks = self.ranks
         ranks.run_on_rank0(partial(states.begin_run, self.out, self.parts, self.config))
-        # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
+        # What rank 0 sees decides, as in `check_folder`.
         steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
             self.resume_at(states.step_folder(self.out, steps[-1]))
@@ -500,9 +509,11 @@ class Trainer:
                     self.wait_for_save()
                 self.save()
             if not self.epoch_steps:
-                return self.wait_for_save()
+                self.wait_for_save()
+                # A callback of the first rank may have failed at the last step.
+                return self.ranks.agree(self.report_error)
             with self.saving_on_error():
-                self.check_cancelled_together()
+                self.check_step_together()
             line = self.take_step()
             if line is not None:
                 self.ranks.run_on_rank0(partial(self.log.add, line))
@@ -597,7 +608,7 @@ class Trainer:
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
             for time_of_noise in validation_times(VALIDATION_TIMES):
-                self.check_cancelled_together()
+                self.check_step_together()
                 compute = partial(self.image_loss, batch, noise, time_of_noise[None])
                 # Only FSDP talks to other ranks in a forward.
                 loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
@@ -658,6 +669,8 @@ class Trainer:
         The weights are copied to disk here. A thread completes the state and removes old ones.
         """
         self.wait_for_save()
+        # Another process may have taken the folder. Its error says more than the failure to write there.
+        self.ranks.run_on_rank0(self.check_held)
         complete: Callable[[], None] | None = None
         step = self.progress.step
         if step != self.saved:

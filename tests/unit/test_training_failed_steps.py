@@ -3,6 +3,7 @@
 import io
 import shutil
 import tarfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from trained import lines_of, newest, same
 
 from sana_core.errors import InputError, MissingFileError, ReadError, SanaError
+from sana_core.runtime.folder_lock import hold
 from sana_core.training import cache, dataset, optimizers, schedule, states, trainer
 from sana_core.training.settings import Method, Parallel, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
@@ -748,3 +750,30 @@ def prepared(settings):
         run = Trainer(replace(settings, out=f"{settings.out}-prepared"))
         run.prepare_data()
     return run.data[0]
+
+
+def test_a_run_whose_folder_another_run_has_taken_says_so(make, monkeypatch):
+    """The other run has removed this run's folder for unfinished files, so the finished steps cannot be saved."""
+    settings, holds = make(stream=False), []
+    monkeypatch.setattr(trainer, "hold", lambda folder: holds.append(hold(folder)) or taken(holds[0]))
+
+    @contextmanager
+    def taken(context):
+        with context as folder_hold:
+            holds.append(folder_hold)
+            yield folder_hold
+
+    def take():
+        shutil.rmtree(holds[1].run)
+        holds[1].lost.set()
+
+    ((class_name, text),) = fail(settings, 1, at_step(FAILING, take))
+    assert class_name == "InUseError" and "another run has taken" in text, text
+
+
+def test_a_report_that_fails_at_the_last_step_ends_all_ranks(make):
+    def refuse():
+        raise ValueError("the display is gone")
+
+    (first, _), (second, text) = fail(make(stream=False), 2, at_step(STEPS, refuse))
+    assert (first, second) == ("ValueError", "TrainingError") and "the display is gone" in text
