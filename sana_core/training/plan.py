@@ -293,11 +293,11 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
     together = len(settings.validation.prompts) if accelerator else 1
     kind, phase = settings.parallel.kind, settings.phase[0]
     shards = shards_of(settings, cards)
-    step = count_batch(settings, base, phase, 1, False)
+    step = count_batch(settings, base, phase, 1, False, False, accelerator)
     weights, (state, _) = step.weights, count_update(settings, base, step, shards)
     if kind != DDP:
         # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
-        weights = count_batch(settings, base, phase, 1, False, gathered=True).weights
+        weights = count_batch(settings, base, phase, 1, False, True, accelerator).weights
         if kind == OFFLOADED:
             state = 0
         else:
@@ -485,13 +485,19 @@ def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
     return texts
 
 
+def with_kind(settings: TrainingSettings, kind: str) -> TrainingSettings:
+    """Return `settings` with this kind of parallel training. Kinds of FSDP keep `block` and `replicas`."""
+    parallel = Parallel() if kind == DDP else replace(settings.parallel, kind=kind)
+    return replace(settings, parallel=parallel)
+
+
 def cheapest(settings: TrainingSettings, base: Base, cards: int, room: float) -> Proposal | None:
     """Return the proposal for `cards` GPUs of `room` bytes with the fewest changes. None: nothing fits.
 
     Offloading is the slowest kind of parallel training. It is tried last.
     """
     for kinds in ((DDP, FSDP), (OFFLOADED,)):
-        proposals = [propose(replace(settings, parallel=Parallel(kind)), base, room, cards) for kind in kinds]
+        proposals = [propose(with_kind(settings, kind), base, room, cards) for kind in kinds]
         fitting = [
             proposal for proposal in proposals if proposal.plan.gpu_bytes <= room and is_allowed(proposal.settings)
         ]
@@ -541,7 +547,7 @@ def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, room: 
     """
     rows = []
     for kind in KINDS:
-        candidate = replace(settings, parallel=Parallel(kind))
+        candidate = with_kind(settings, kind)
         if is_allowed(candidate):
             plan = plan_training(candidate, base, cards)
             largest = plan.largest

@@ -52,6 +52,18 @@ def test_the_cheapest_that_fits_changes_as_little_as_it_has_to():
     assert arrangement_lines(settings, base, 4, GB)[-1].startswith("nothing fits 4 GPUs of 1 GB")
 
 
+def test_replicas_stay_in_the_table_and_in_what_fits():
+    base = released_base("1.6B")
+    settings = make_settings(method=FULL, accumulate=8)
+    settings = replace(settings, parallel=Parallel("fsdp", replicas=2))
+    (row,) = (line for line in arrangement_lines(settings, base, 8, None) if line.startswith("fsdp "))
+    plan = plan_training(settings, base, 8)
+    assert row.split()[-3] == f"{plan.gpu_bytes / 1e9:.2f}" and row.split()[-1] == f"{plan.sent / 1e9:.2f}"
+    proposal = cheapest(settings, base, 8, plan.gpu_bytes)
+    assert proposal.settings.parallel == Parallel("fsdp", replicas=2)
+    assert proposal.plan.gpu_bytes == plan.gpu_bytes
+
+
 def test_what_is_sent_is_what_rings_send():
     """All weights of the 1.6B in fp32: a sum sends twice 3/4 of the gradients, a gathering 3/4 of the weights."""
     parameters = 1_604_462_752
