@@ -244,9 +244,9 @@ def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sampl
         tars = {name: file for name, file in files.items() if name.lower().endswith(".tar")}
     elif not path.exists():
         raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
-    elif path.suffix == ".jsonl":
+    elif path.suffix.lower() == ".jsonl":
         yield from read_lines(path, remarks)
-    elif path.suffix == ".tar":
+    elif path.suffix.lower() == ".tar":
         tars = {path.name: path}
     elif path.name == WIDS_INDEX:
         shards = parse(read_range(FileRange(path), path.name, LARGEST_LIST), path.name).get("shardlist")

@@ -43,8 +43,8 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 ORIENTATION = 0x0112
 # Version of the rule by which `fit_image` crops. A new version encodes every cached latent again.
 CROP_RULE = 1
-# Pixels.
-LARGEST_SIDE = 8192
+# The largest training size in pixels.
+LARGEST_RESOLUTION = 8192
 Bucket = tuple[int, int]
 
 
@@ -227,7 +227,7 @@ MIDDLE = Crop()
 
 def choose_bucket(size: tuple[int, int], resolution: int) -> Bucket:
     """Return the bucket at `resolution` pixels whose aspect ratio is nearest to the ratio of `size`."""
-    check_whole("resolution", resolution, DOWNSCALE, LARGEST_SIDE)
+    check_whole("resolution", resolution, DOWNSCALE, LARGEST_RESOLUTION)
     if resolution % DOWNSCALE:
         raise InputError(
             f"resolution: got {resolution}, expected a multiple of {DOWNSCALE}; most models are trained at 1024"

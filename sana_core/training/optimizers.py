@@ -44,6 +44,8 @@ class OptimizerSpec(NamedTuple):
     bucket: int = 0
     # It finds the learning rate itself, from the settings d0 and d_coef.
     finds_rate: bool = False
+    # It trains other weights than it saves. The saved weights are their average.
+    averages: bool = False
 
 
 def make_adamw(groups: list[dict], settings: Json) -> torch.optim.Optimizer:
@@ -106,6 +108,7 @@ OPTIMIZERS = {
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,
+        averages=True,
     ),
 }
 

@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 # The text entry of a PNG that marks it as a sheet.
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
-# The largest number of columns. In pixels: the larger side of an image, the heights of headings and curves, and gaps.
-COLUMNS, SIDE, HEAD, CURVES, GAP = 12, 192, 20, 160, 6
+# The largest numbers of columns and rows of the sheet.
+COLUMNS, ROWS = 12, 100
+# In pixels: the larger side of an image, the heights of headings and curves, and gaps.
+SIDE, HEAD, CURVES, GAP = 192, 20, 160, 6
 PAPER, TEXT, LOSS, VALIDATION, BEST = "#fafaf8", "#282828", "#becde1", "#285096", "#d06010"
 
 
@@ -210,10 +212,10 @@ def draw_sheet(out: Path, best: int | None) -> bytes:
 
     lines = read_log(out)
     images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
-    steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})
+    steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})[:ROWS]
     thumbs = {}
     for (step, row), path in images.items():
-        if step in steps:
+        if step in steps and row in rows:
             # A folder or another file with that name gets an empty cell.
             with suppress(SanaError):
                 thumbs[step, row] = decode_image(read_range(FileRange(path), path.name), path.name)
@@ -243,13 +245,19 @@ def check_own(file: Path) -> None:
     """Raise ExistingFileError if `file` exists and is no sheet of a run."""
     from PIL import Image, UnidentifiedImageError
 
-    try:
-        with Image.open(file) as image:
-            is_own_sheet = MARK in image.info
-    except FileNotFoundError:
-        return
-    except (UnidentifiedImageError, IsADirectoryError):
-        is_own_sheet = False
+    with writing(file):
+        try:
+            with Image.open(file) as image:
+                is_own_sheet = MARK in image.info
+        except FileNotFoundError:
+            return
+        except (UnidentifiedImageError, Image.DecompressionBombError):
+            is_own_sheet = False
+        except OSError:
+            # Windows raises PermissionError for a folder.
+            if not file.is_dir():
+                raise
+            is_own_sheet = False
     if not is_own_sheet:
         raise stranger(file)
 

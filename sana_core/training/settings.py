@@ -22,6 +22,9 @@ from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
 from ..runtime.text import Json
 from ..runtime.user_files import read_user_file
+from ..sampling.guidance import LARGEST_GUIDANCE
+from ..sampling.schedules import LARGEST_STEPS
+from .images import LARGEST_RESOLUTION
 from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS, alternatives
 
 
@@ -103,8 +106,8 @@ def among(*names: str) -> Check:
     return partial(one_of, names=names)
 
 
-def sides_from(low: int) -> Check:
-    return partial(check_side, low=low, high=LARGEST)
+def sides_from(low: int, high: int = LARGEST) -> Check:
+    return partial(check_side, low=low, high=high)
 
 
 def setting(default: Any, text: str, check: Check | None = None, needs: Needs | None = None) -> Any:
@@ -279,7 +282,7 @@ class Phase:
     resolution: int = setting(
         1024,
         "The training size of the model. Images are cropped to the nearest of SANA's 40 shapes of that area.",
-        sides_from(DOWNSCALE),
+        sides_from(DOWNSCALE, LARGEST_RESOLUTION),
     )
     batch: int = setting(
         1,
@@ -331,7 +334,7 @@ class Phase:
     resolutions: tuple[int, ...] = setting(
         (),
         "More sizes. Every image is learned at resolution and at each of these.",
-        sides_from(DOWNSCALE),
+        sides_from(DOWNSCALE, LARGEST_RESOLUTION),
     )
     flip: bool = setting(False, "Mirror the images half of the time.")
     crops: int = setting(
@@ -383,8 +386,12 @@ class Validation:
     )
     width: int = for_prompts(0, "The width of these images in pixels. 0: the last phase's resolution.", sides_from(0))
     height: int = for_prompts(0, "The height of these images in pixels. 0: the last phase's resolution.", sides_from(0))
-    steps: int | None = for_prompts(None, "The sampling steps of these images. Not set: the model's default.")
-    guidance: float | None = for_prompts(None, "The guidance of these images. Not set: the model's default.")
+    steps: int | None = for_prompts(
+        None, "The sampling steps of these images. Not set: the model's default.", within(1, LARGEST_STEPS)
+    )
+    guidance: float | None = for_prompts(
+        None, "The guidance of these images. Not set: the model's default.", within(0, LARGEST_GUIDANCE)
+    )
     control: tuple[Place, ...] = setting(
         (),
         "ControlNet only: a control image for each prompt, or one for all.",
@@ -497,6 +504,11 @@ def check_settings(settings: TrainingSettings) -> TrainingSettings:
             f"control: got {images} control images for {prompts} prompts, expected one, or one for each; name as many"
         )
     check_used(settings, settings)
+    if settings.optimizer.ema and OPTIMIZERS[settings.optimizer.name].averages:
+        raise InputError(
+            f"ema: got {settings.optimizer.ema} with optimizer {settings.optimizer.name}, which averages the weights "
+            "itself, expected 0; remove it"
+        )
     if validation.every and not (validation.prompts or validation.share):
         raise unused("validation.every", validation.every, "validation.prompts or validation.share")
     check_parallel(settings)

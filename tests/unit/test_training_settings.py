@@ -143,6 +143,22 @@ WRONG = {
         WHOLE + "[method]\nkind = 'full'\nlayers = '*'",
         "method.layers: got .* without method.kind lora, dora or lokr",
     ),
+    "an average of an average": (
+        WHOLE + "[optimizer]\nname = 'schedulefree'\nema = 0.99",
+        "ema: got 0.99 with optimizer schedulefree, which averages the weights itself, expected 0; remove it",
+    ),
+    "a resolution of no bucket": (
+        WHOLE + "resolution = 16384",
+        "phase 1: resolution: got 16384, expected a multiple of 32 from 32 to 8192; change it",
+    ),
+    "steps of the images": (
+        WHOLE + "[validation]\nevery = 1\nprompts = 'a'\nsteps = -1",
+        "validation.steps: got -1, expected a number from 1 to 1000",
+    ),
+    "guidance of the images": (
+        WHOLE + "[validation]\nevery = 1\nprompts = 'a'\nguidance = nan",
+        "validation.guidance: got nan, expected a number from 0 to 100",
+    ),
     "nested": ("a = " + "[" * 100_000, "not TOML"),
     "a newline and a tab": (
         WHOLE.replace('"pictures"', r'"D:\new\train"'),

@@ -7,7 +7,7 @@ import pytest
 from pictures import write_pictures
 from PIL import Image
 
-from sana_core.errors import ExistingFileError
+from sana_core.errors import ExistingFileError, OutputError
 from sana_core.training import trainer
 from sana_core.training.dataset import SHEET
 from sana_core.training.previews import BEST, COLUMNS, GAP, HEAD, columns_of
@@ -71,6 +71,20 @@ def test_a_sheet_of_others_stays(settings, tmp_path):
     with pytest.raises(ExistingFileError, match="is not of this run"):
         train(settings)
     assert file.read_bytes() == before
+
+
+def test_a_folder_of_its_name_stays(settings, tmp_path):
+    (tmp_path / "out" / SHEET).mkdir(parents=True)
+    with pytest.raises(ExistingFileError, match="is not of this run"):
+        train(settings)
+
+
+def test_a_sheet_that_cannot_be_read_is_one_line(settings, tmp_path):
+    file = tmp_path / "out" / SHEET
+    file.parent.mkdir()
+    file.symlink_to(file)
+    with pytest.raises(OutputError, match=rf"^out: cannot write into .*{SHEET} .*; see its rights and its disk"):
+        train(settings)
 
 
 def test_of_many_validations_the_first_the_last_and_the_best_have_columns():

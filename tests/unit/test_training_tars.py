@@ -61,6 +61,11 @@ def test_a_folder_of_tars_is_all_of_them_or_those_that_wids_lists(tmp_path):
     check_members(read_dataset(tmp_path / "wids-meta.json"), "deep.tar:")
 
 
+def test_the_ending_of_a_tar_may_be_in_upper_case(tmp_path):
+    write_tar(tmp_path / "S.TAR", MEMBERS)
+    check_members(read_dataset(tmp_path / "S.TAR"), "S.TAR:")
+
+
 @pytest.mark.parametrize(
     "document, said",
     [
