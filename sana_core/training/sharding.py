@@ -319,13 +319,15 @@ def gather(
     """Return the models with whole weights on `device` on the first rank, no models on the others.
 
     Trained weights are converted to `dtype`. None: they keep theirs. One weight after another is gathered. With
-    `trained_alone` frozen weights stay empty.
+    `trained_alone` only the trained weights are gathered, and the embeddings that a ControlNet shares with its
+    transformer. All other weights stay empty.
     """
     models = copy.deepcopy(list(shards.empty_models)) if first else []
     for number, model in enumerate(shards.models):
         filled = {}
+        shares_embeddings = number > 0
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad or not trained_alone:
+            if parameter.requires_grad or shares_embeddings or not trained_alone:
                 full = parameter.detach()
                 if parameter.requires_grad and dtype is not None:
                     # Converted before it is gathered, so that no rank holds it in both dtypes.

@@ -637,9 +637,9 @@ class Trainer:
     def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
         """Return the models with whole weights on the first rank, no models on the others. All ranks have to call this.
 
-        Without shards they are the models themselves. Shards are gathered on `device`. With `trained_alone` the frozen
-        weights stay empty. If no adapter is trained, shards are gathered in the dtype in which they are saved. Adapters
-        are scaled before they are converted.
+        Without shards they are the models themselves. Shards are gathered on `device`. With `trained_alone`, weights
+        that the exported file does not need stay empty. If no adapter is trained, shards are gathered in the dtype in
+        which they are saved. Adapters are scaled before they are converted.
         """
         shards, settings = self.layout.shards, self.settings
         if shards is None:
@@ -721,9 +721,8 @@ class Trainer:
     def gather_and_export(self, part: Path) -> None:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
         with self.weights_to_save():
-            # Only DoRA's file needs base weights.
             method = self.settings.method
-            trained_alone = method.is_adapter and not ADAPTERS[method.kind].needs_base
+            trained_alone = not method.is_adapter or not ADAPTERS[method.kind].needs_base
             models = self.gather_models(torch.device("cpu"), trained_alone)
             self.ranks.run_on_rank0(lambda: self.export(models, part))
 
@@ -861,10 +860,13 @@ class Trainer:
         mean, fault = 0.0, None
         for number, microbatch in enumerate(microbatches, 1):
             last = number == len(microbatches)
-            dropping = seeded_dropout(self.device, (settings.seed, step, number, self.ranks.rank))
-            with dropping, self.layout.backward(last) as compute:
+            key = settings.seed, step, number, self.ranks.rank
+            dropout = seeded_dropout(self.device, key) if settings.method.dropout else nullcontext()
+            with dropout, self.layout.backward(last) as compute:
                 losses = compute(partial(self.microbatch_loss, microbatch))
-                finite = losses.detach().isfinite().tolist()
+                # One copy from the device, which waits for it.
+                values = losses.detach().tolist()
+                finite = list(map(math.isfinite, values))
                 if fault is None and not all(finite):
                     name = microbatch.batch.names[finite.index(False)]
                     fault = TrainingError(
@@ -876,7 +878,7 @@ class Trainer:
                     last_loss.append(loss)
                 else:
                     loss.backward()
-            mean += float(losses.detach().sum()) / total
+            mean += sum(values) / total
         return mean, fault
 
     def microbatch_loss(self, microbatch: LoadedMicrobatch) -> torch.Tensor:

@@ -114,6 +114,21 @@ def test_ranks_go_on_together_after_the_first_has_saved_in_another_precision(met
     assert all(value.dtype == torch.float32 for value in first.values())
 
 
+def test_a_save_of_a_controlnet_gathers_no_block_of_its_transformer():
+    """Only the embeddings that both share are in its file."""
+
+    def gathered(ranks):
+        base = tiny_transformer(layers=2).requires_grad_(False)
+        models = make_trainer(base, 3.0, settings("fsdp", "controlnet"), ranks=ranks).gather_models(
+            torch.device("cpu"), trained_alone=True
+        )
+        return [[name for name, weight in model.named_parameters() if weight.is_meta] for model in models]
+
+    transformer, controlnet = results_of(2, gathered)[0]
+    assert controlnet == []
+    assert {name.split(".")[0] for name in transformer} == {"transformer_blocks", "proj_out", "scale_shift_table"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-3), ("came", 1e-4)])
