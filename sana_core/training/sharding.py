@@ -46,7 +46,7 @@ TENSORS, SHARDS = "state.safetensors", "shards"
 SHARD_MARK = "@"
 # CAME's means of rows, which are divided like the rows, and of columns, which are the same on all ranks.
 ROWS, COLUMNS = "_row", "_col"
-# Indices of samples of one shape, and whether they count. False: the rank computes them to accompany the others.
+# Indices of samples of one shape, and whether the microbatch is a filler, which only accompanies the other ranks.
 Microbatch = tuple[list[int], bool]
 
 
@@ -139,10 +139,10 @@ def lay_out(models: Sequence[nn.Module], settings: TrainingSettings, ranks: Rank
     arguments = signature(DistributedDataParallel.__init__).parameters
     options: Json = {"forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers": False}
     # Gradients become means over the ranks and stay in the buckets that are sent.
-    return Layout(ranks, DistributedDataParallel(Step(models[-1]), gradient_as_bucket_view=True, **options))
+    return Layout(ranks, DistributedDataParallel(DDPModule(models[-1]), gradient_as_bucket_view=True, **options))
 
 
-class Step(nn.Module):
+class DDPModule(nn.Module):
     """The module that DDP wraps. It has the parameters of `model`. Its forward calls a function that uses `model`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -373,15 +373,15 @@ def microbatches(step_batches: Sequence[Sequence[int]], rank: int, count: int) -
 
     All `count` ranks get the same number, because ranks with fewer would leave the others waiting for gradients. Whole
     batches are dealt out. If there are fewer batches than ranks, they are split. A rank without a batch for the last
-    round computes one image whose loss does not count.
+    round gets a filler of one image, whose loss is multiplied by 0.
     """
     batches = list(step_batches)
     if len(step_batches) < count:
         parts = -(-count // len(step_batches))
         batches = [part for batch in step_batches for part in split(batch, parts)]
     rounds = -(-len(batches) // count)
-    counted = [(list(batch), True) for batch in batches[rank::count]]
-    return counted + [(list(batches[0][:1]), False)] * (rounds - len(counted))
+    learned = [(list(batch), False) for batch in batches[rank::count]]
+    return learned + [(list(batches[0][:1]), True)] * (rounds - len(learned))
 
 
 def split(batch: Sequence[int], parts: int) -> list[Sequence[int]]:
@@ -457,9 +457,9 @@ def divide_tensor(layout: Layout, name: str, tensor: torch.Tensor) -> tuple[str,
 
 
 def find_weight(layout: Layout, name: str) -> tuple[DTensor | None, str]:
-    """Return the sharded weight that the state's tensor `name` belongs to, and the name without the parameter's.
+    """Return the sharded weight that the state's tensor `name` belongs to, and the rest of the name.
 
-    None: the tensor belongs to no sharded weight.
+    The rest is the key of the optimizer's state, or "". None: the tensor belongs to no sharded weight.
     """
     trained = {} if layout.shards is None else layout.shards.trained
     kind, _, parameter = name.partition(".")
@@ -483,7 +483,7 @@ def is_shared(key: str) -> bool:
 
 
 def as_rows(layout: Layout, tensor: torch.Tensor, weight: DTensor, shape: torch.Size) -> DTensor:
-    """Return `tensor` as this rank's rows of a tensor of `shape`, which is divided like `weight`. It is not moved."""
+    """Return `tensor`, without a copy, as this rank's rows of a tensor of `shape` that is divided like `weight`."""
     from torch.distributed.tensor import DTensor
 
     assert layout.shards is not None

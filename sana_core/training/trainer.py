@@ -79,11 +79,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Receives the line of the log of each step and validation, and at the end again the line of the best validation.
+# Called with the log line of each step and of each validation, and at the end with `step`, `validation_loss` and
+# `first` of the best validation.
 Report = Callable[[Line], None]
-# Receives the name of a preparation, its finished parts, and their total number.
+# Called with the name of a stage of the preparation, the number of finished items, and their total number.
 OnProgress = Callable[[str, int, int], None]
-# Receives the step and the validation's images [3, H, W] in [-1, 1].
+# Called with the step and the validation's images [3, H, W] in [-1, 1].
 Show = Callable[[int, Sequence[torch.Tensor]], None]
 # Number of times at which a validation measures the loss of each held-out image.
 VALIDATION_TIMES = 8
@@ -93,8 +94,8 @@ class LoadedMicrobatch(NamedTuple):
     """A microbatch of this rank whose images have been read."""
 
     indices: list[int]
-    # False: an idle rank computes it only to take part in the collectives. Its loss is multiplied by 0.
-    counts: bool
+    # An idle rank computes it only to take part in the collectives. Its loss is multiplied by 0.
+    is_filler: bool
     batch: Batch
 
 
@@ -165,21 +166,21 @@ class Trainer:
 
     # The number of finished steps, and the position among phases and epochs.
     progress: TrainProgress
-    # The batches of each step of the current epoch. Empty: the last phase has ended.
+    # One StepBatches for each step of the current epoch. Empty: the last phase has ended.
     epoch_steps: Sequence[StepBatches]
-    # The number of steps before the next one of which no image could be read.
+    # The number of consecutive steps, up to now, of which no image could be read.
     steps_without_images: int
     # The best validation so far.
     best: Best | None
     # The step of the last validation.
-    validated: int | None
-    # The step of the last state. -1: it could not be written.
-    saved: int
-    # Moves states to their place while the next steps run.
+    validated_step: int | None
+    # The step of the last state. 0: there is no state yet. None: it could not be written.
+    saved_step: int | None
+    # Completes a state (digests, waiting for the disk, rename) while the next steps run.
     save_thread: Executor
     # The job of `save_thread` for the last state.
-    completing: Future[None] | None
-    # An error of `report`. The other ranks learn of it at the next `check_step_together`.
+    pending_save: Future[None] | None
+    # The error that `report` raised. The next `check_step_together` raises it on all ranks.
     report_error: BaseException | None
 
     def __init__(
@@ -197,8 +198,8 @@ class Trainer:
         self.log = RunLog(self.out)
         self.check_held = no_poll
         self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
-        self.best = self.validated = self.completing = self.report_error = None
-        self.saved = self.steps_without_images = 0
+        self.best = self.validated_step = self.pending_save = self.report_error = None
+        self.saved_step, self.steps_without_images = 0, 0
         self.loads_start = False
 
     def train(self) -> Path:
@@ -255,12 +256,12 @@ class Trainer:
         return self.ranks.launched and self.settings.parallel.kind != optimizers.DDP
 
     @property
-    def lora_file(self) -> str:
+    def adapter_file(self) -> str:
         return f"{self.settings.name}.safetensors"
 
     @property
-    def last_file(self) -> str:
-        """The name of the LoRA of the last step, which is written beside the LoRA of the best validation."""
+    def last_adapter_file(self) -> str:
+        """The name of the last step's adapter. It is written only if another step is the best."""
         return f"{self.settings.name}-last.safetensors"
 
     @property
@@ -294,7 +295,7 @@ class Trainer:
     def check_folder(self) -> None:
         """Raise ExistingFileError for foreign files, and InputError if the folder's run has another config."""
         settings = self.settings
-        names = (self.lora_file, self.last_file) if settings.method.is_adapter else ()
+        names = (self.adapter_file, self.last_adapter_file) if settings.method.is_adapter else ()
         # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
         self.config = self.ranks.broadcast(self.ranks.run_on_rank0(lambda: describe_config(settings)) or {})
         self.loads_start = self.ranks.broadcast(needs_start(settings))
@@ -310,7 +311,7 @@ class Trainer:
     def check_step(self) -> None:
         """Raise an error if the run is cancelled, or if others have put files where it writes."""
         if self.ranks.first:
-            # Checked each step, so that the finished steps can still be saved.
+            # Checked before each step, not only at a save: the finished steps are then saved under a name that is free.
             states.check_places(self.out)
         self.check_cancelled()
 
@@ -349,34 +350,35 @@ class Trainer:
         digests = digest_models(settings, store.folder, partial(on_progress, "digest of the model"))
         ids, broken = model_ids(digests, settings.dtype), BrokenImages()
 
-        def encode(samples: Sequence[Sequence[Sample]], part: slice) -> tuple[list[PhaseData], Inputs | None]:
+        def prepare(samples: Sequence[Sequence[Sample]], rank_slice: slice) -> tuple[list[PhaseData], Inputs | None]:
             on_entry, poll = partial(on_progress, "latents and captions"), self.check_cancelled
             with load_encoders(settings, self.requested_device(), poll) as encoders:
                 data = [
                     schedule.prepare_phase(
-                        samples_of_phase[part], phase, settings, store, encoders, ids, poll, on_entry, broken
+                        samples_of_phase[rank_slice], phase, settings, store, encoders, ids, poll, on_entry, broken
                     )
                     for phase, samples_of_phase in zip(settings.phase, samples, strict=True)
                 ]
-                return data, encode_validation(settings, store, ids, encoders) if part == slice(None) else None
+                return data, encode_validation(settings, store, ids, encoders) if rank_slice == slice(None) else None
 
-        def check_held_out() -> None:
+        def read_held_out() -> None:
             # A step can skip an unreadable image. A validation cannot, so read its images now.
             for phase in self.data:
                 if isinstance(phase.cache, Stream):
                     phase.cache.check(phase.held_out[ranks.rank :: ranks.size], broken, self.check_cancelled)
 
         try:
+            # Without an image, batches and held-out images are others. So prepare again until none is left out.
             while True:
                 broken.clear()
                 if ranks.size > 1 and not settings.stream:
-                    ranks.run_on_all(partial(encode, samples, slice(ranks.rank, None, ranks.size)))
+                    ranks.run_on_all(partial(prepare, samples, slice(ranks.rank, None, ranks.size)))
                 # Rank 0 encodes the entries that are still missing. The others then read all entries from the cache.
-                prepared = ranks.run_on_rank0(partial(encode, samples, slice(None)))
-                self.data, self.inputs = ranks.run_on_all(lambda: prepared or encode(samples, slice(None)))  # noqa: B023
+                prepared = ranks.run_on_rank0(partial(prepare, samples, slice(None)))
+                self.data, self.inputs = ranks.run_on_all(lambda: prepared or prepare(samples, slice(None)))  # noqa: B023
                 if settings.stream and settings.skip_broken:
-                    ranks.run_on_all(check_held_out)
-                # Machines may have the images under different paths, so the ranks exchange positions.
+                    ranks.run_on_all(read_held_out)
+                # Machines may have the images under different paths, so the ranks exchange pairs (phase, index).
                 gathered = ranks.all_gather(find_broken(samples, broken))
                 broken_anywhere = {position: fault for faults in gathered for position, fault in faults.items()}
                 if not broken_anywhere:
@@ -384,7 +386,7 @@ class Trainer:
                 samples = leave_out(samples, broken_anywhere, settings.skip_broken)
         finally:
             if ranks.first and store.parts is not None:
-                # Unfinished entries of killed processes of this run. If they cannot be removed, they do no harm.
+                # Remove the unfinished entries of this run's killed processes. A failure does no harm.
                 with suppress(OSError):
                     remove(store.parts)
         model = digest_json(digests)
@@ -397,12 +399,15 @@ class Trainer:
         """Load the transformer that training begins with. If it will be sharded, only rank 0 loads the weights."""
         settings, ranks = self.settings, self.ranks
         dtype = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
-        # Quantised and sharded weights are converted on the CPU, so that the device never holds the whole model.
-        device: str | torch.device = "cpu"
+        device: str | torch.device
         if self.is_sharded:
+            # Shards go to the device block by block.
             device = "cpu" if ranks.first else "meta"
         elif settings.method.base == "full":
             device = self.requested_device()
+        else:
+            # The weights are quantised on the CPU, so that the device never holds the whole model.
+            device = "cpu"
         return load_transformer(settings.model, device, dtype, reference=settings.reference)
 
     def set_up(self, transformer: SanaTransformer2DModel, shift: float, device: torch.device | None = None) -> None:
@@ -435,13 +440,18 @@ class Trainer:
             self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         else:
             self.parameters = local_parameters(self.layout)
-        chosen = settings.optimizer
+        options = settings.optimizer
         self.optimizer = optimizers.make_optimizer(
-            chosen.name, list(self.parameters.values()), 0.0, chosen.weight_decay, d0=chosen.d0, d_coef=chosen.d_coef
+            options.name,
+            list(self.parameters.values()),
+            0.0,
+            options.weight_decay,
+            d0=options.d0,
+            d_coef=options.d_coef,
         )
         if self.layout.shards is not None and isinstance(self.optimizer, CAME):
             self.optimizer.total = ranks.all_reduce
-        self.average = optimizers.start_average(self.parameters) if chosen.ema else None
+        self.average = optimizers.start_average(self.parameters) if options.ema else None
 
     # Resume
 
@@ -454,17 +464,17 @@ class Trainer:
         if steps:
             self.resume_at(states.step_folder(self.out, steps[-1]))
         self.progress, self.epoch_steps = schedule.advance(self.progress, self.data, self.settings)
-        self.saved = self.progress.step
+        self.saved_step = self.progress.step
         if self.epoch_steps:
             schedule.warn_of_rate(self.phase, self.progress, len(self.epoch_steps))
             self.warm_up_ddp_buckets()
 
-    def resume_at(self, newest: Path) -> None:
-        """Restore the state in the folder `newest`. An epoch whose images or batches have changed begins again."""
-        saved, tensors = self.ranks.run_on_all(lambda: states.read_state(newest, self.layout))
+    def resume_at(self, state_folder: Path) -> None:
+        """Restore the state in `state_folder`. An epoch whose images or batches have changed begins again."""
+        saved, tensors = self.ranks.run_on_all(lambda: states.read_state(state_folder, self.layout))
         states.check_config(self.config, saved.config, self.out)
-        states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, newest.name)
-        self.progress, self.best, self.validated = saved.progress, saved.best, saved.validated
+        states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, state_folder.name)
+        self.progress, self.best, self.validated_step = saved.progress, saved.best, saved.validated
         if schedule.same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
             return
         if self.progress.position:
@@ -474,7 +484,7 @@ class Trainer:
         self.progress = self.progress._replace(position=0)
         if schedule.advance(self.progress, self.data, self.settings)[1]:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
-            self.best = self.validated = None
+            self.best = self.validated_step = None
 
     def warm_up_ddp_buckets(self) -> None:
         """Compute gradients of the next step and throw them away.
@@ -495,7 +505,7 @@ class Trainer:
         """Train from the current progress to the end of the last phase."""
         total = self.progress.step + schedule.all_steps_left(self.settings, self.data, self.progress)
         while True:
-            if self.ranks.size == 1 and self.completing is not None and self.completing.done():
+            if self.ranks.size == 1 and self.pending_save is not None and self.pending_save.done():
                 # An error of the save thread, such as a full disk, is raised now instead of at the next save.
                 with self.saving_on_error():
                     self.wait_for_save()
@@ -561,10 +571,10 @@ class Trainer:
         """
         step, every = self.progress.step, self.settings.validation.every
         is_due = bool(every) and (step % every == 0 or not self.epoch_steps)
-        if not is_due or self.validated == step:
+        if not is_due or self.validated_step == step:
             return
         best = self.best
-        with self.weights_to_save():
+        with self.evaluation_weights():
             if self.phase_data.held_out:
                 loss = self.validation_loss()
                 best = schedule.better(best, loss, self.progress)
@@ -575,15 +585,15 @@ class Trainer:
                 models = self.gather_models(self.device, trained_alone=False)
                 self.ranks.run_on_rank0(lambda: self.preview(models, best))
         # A validation that is cancelled while it generates images is repeated.
-        self.validated, self.best = step, best
+        self.validated_step, self.best = step, best
 
     @contextmanager
-    def weights_to_save(self) -> Iterator[None]:
+    def evaluation_weights(self) -> Iterator[None]:
         """Put the weights that are validated and saved into the parameters, and turn dropout off.
 
         These are the moving average or schedulefree's weights, if there are any.
         """
-        # Only adapters have dropout. Without this condition, every kind of training would need peft.
+        # Without dropout nothing is turned off. `without_dropout` imports peft, which full training does not need.
         dropout = trained_model.without_dropout(self.transformer) if self.settings.method.dropout else nullcontext()
         with optimizers.validation_weights(self.optimizer), dropout:
             if self.average is None:
@@ -607,9 +617,9 @@ class Trainer:
             index, counts = held_out[number % len(held_out)], number < len(held_out)
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
-            for time_of_noise in validation_times(VALIDATION_TIMES):
+            for time_fraction in validation_times(VALIDATION_TIMES):
                 self.check_step_together()
-                compute = partial(self.image_loss, batch, noise, time_of_noise[None])
+                compute = partial(self.image_loss, batch, noise, time_fraction[None])
                 # Only FSDP talks to other ranks in a forward.
                 loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
                 if fault is None and not math.isfinite(loss):
@@ -664,7 +674,7 @@ class Trainer:
     # A saved state
 
     def save(self) -> None:
-        """Save the current step if it is new. Step 0 is never saved.
+        """Save the current step, unless it is 0 or has a state already.
 
         The weights are copied to disk here. A thread completes the state and removes old ones.
         """
@@ -673,14 +683,14 @@ class Trainer:
         self.ranks.run_on_rank0(self.check_held)
         complete: Callable[[], None] | None = None
         step = self.progress.step
-        if step != self.saved:
+        if step and step != self.saved_step:
             tensors, values = states.tensors_of(self.parameters, self.optimizer, self.average)
             self.ranks.run_on_all(partial(states.check_finite, tensors, step))
             digests = [phase.digest for phase in self.data]
-            state = states.SavedState(self.progress, values, self.config, digests, self.best, self.validated)
+            state = states.SavedState(self.progress, values, self.config, digests, self.best, self.validated_step)
             complete = states.write_state(self.out, self.parts, state, tensors, self.gather_and_export, self.layout)
-            self.saved = step
-        best, validated = self.best, self.validated
+            self.saved_step = step
+        best, validated = self.best, self.validated_step
 
         def finish_save() -> None:
             if complete is not None:
@@ -699,19 +709,19 @@ class Trainer:
                 logger.warning("older states are not removed now (%s)", error)
 
         if self.ranks.first:
-            self.completing = self.save_thread.submit(finish_save)
+            self.pending_save = self.save_thread.submit(finish_save)
 
     def wait_for_save(self) -> None:
         """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
-        completing = self.completing
+        completing = self.pending_save
         try:
             self.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
         except Exception:
-            self.completing = None
-            if self.best is not None and self.best.step == self.saved:
+            self.pending_save = None
+            if self.best is not None and self.best.step == self.saved_step:
                 # The state of the best step does not exist. Let the next validation replace it.
-                self.best, self.validated = self.best._replace(step=0), None
-            self.saved = -1
+                self.best, self.validated_step = self.best._replace(step=0), None
+            self.saved_step = None
             raise
         finally:
             # Break the cycle error, traceback, frame, job, which would keep the model in memory until the garbage
@@ -720,7 +730,7 @@ class Trainer:
 
     def gather_and_export(self, part: Path) -> None:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
-        with self.weights_to_save():
+        with self.evaluation_weights():
             method = self.settings.method
             trained_alone = not method.is_adapter or not ADAPTERS[method.kind].needs_base
             models = self.gather_models(torch.device("cpu"), trained_alone)
@@ -742,7 +752,7 @@ class Trainer:
             "reference": transformer.config.reference,
             "settings": json.dumps(adapter_info),
         }
-        trained_model.write_adapter(folder / self.lora_file, transformer, tensors, settings.method, metadata)
+        trained_model.write_adapter(folder / self.adapter_file, transformer, tensors, settings.method, metadata)
 
     # A step
 
@@ -776,19 +786,19 @@ class Trainer:
         `total` is the number of images of all ranks. Every image has the same weight, whatever batch it is in. This
         changes no weights, so that the finished steps can be saved if it fails.
 
-        All ranks know the losses and gradients that are not finite, and under DDP the errors before the last backward.
+        A loss or gradient that is not finite raises on all ranks. Under DDP, so does an error before the last backward.
         A rank that fails alone in a part with collectives cannot reach the others, which wait for it inside one.
         """
         ranks = self.ranks
-        # Holds the last loss. `pop` frees its graph, which a local variable would keep.
+        # `all_but_last_backward` puts the last loss here. After `pop` no variable refers to it, so its graph is freed.
         last_loss: list[torch.Tensor] = []
         begin = partial(self.all_but_last_backward, microbatches, total, last_loss)
         # The function of run_on_all must not communicate. DDP communicates only in the last backward, so everything
         # before it can run inside. FSDP communicates in each forward, so there an error of one rank ends only that
         # rank.
-        mean, fault = ranks.run_on_all(begin) if self.layout.shards is None else begin()
+        local_mean, fault = ranks.run_on_all(begin) if self.layout.shards is None else begin()
         last_loss.pop().backward()
-        mean, failed_ranks = ranks.total(mean, float(fault is not None))
+        mean, failed_ranks = ranks.total(local_mean, float(fault is not None))
         norm = self.layout.clip(self.parameters, self.settings.optimizer.clip)
 
         def check() -> None:
@@ -807,7 +817,7 @@ class Trainer:
     def load_step(self, step_batches: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
         """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
 
-        `step_batches` has the batches of the step, as indices of samples. All ranks know an error.
+        `step_batches` has the batches of the step, as indices of samples. An error raises on all ranks.
 
         A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
         it, or if a whole epoch has no image, the error names every broken image of the step.
@@ -818,26 +828,26 @@ class Trainer:
         if not isinstance(cache, Stream):
 
             def load() -> list[LoadedMicrobatch]:
-                return [LoadedMicrobatch(indices, counts, cache.load(indices)) for indices, counts in rank_share]
+                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
 
             return ranks.run_on_all(load), total
         skip = self.settings.skip_broken
-        broken: dict[int, SanaError] = {}
+        rank_faults: dict[int, SanaError] = {}
 
         def read() -> list[LoadedMicrobatch]:
             loaded = []
-            for indices, counts in rank_share:
-                # Another rank learns the image of an idle rank, and reports its fault.
-                readable, batch = cache.load_readable(indices, broken if counts else {}, skip)
-                loaded.append(LoadedMicrobatch(readable or indices[:1], counts and bool(readable), batch))
+            for indices, is_filler in rank_share:
+                # Another rank learns the image of a filler, and reports its fault.
+                readable, batch = cache.load_readable(indices, {} if is_filler else rank_faults, skip)
+                loaded.append(LoadedMicrobatch(readable or indices[:1], is_filler or not readable, batch))
             return loaded
 
         microbatches = ranks.run_on_all(read)
-        broken = {index: fault for faults in ranks.all_gather(broken) for index, fault in faults.items()}
-        total -= len(broken)
+        all_faults = {index: fault for faults in ranks.all_gather(rank_faults) for index, fault in faults.items()}
+        total -= len(all_faults)
 
-        def check_broken() -> None:
-            faults = [broken[index] for index in sorted(broken)]
+        def check_faults() -> None:
+            faults = [all_faults[index] for index in sorted(all_faults)]
             is_epoch_empty = not total and self.steps_without_images + 1 >= len(self.epoch_steps)
             can_skip = skip and not is_epoch_empty and all(map(is_unreadable, faults))
             if faults and not can_skip:
@@ -845,7 +855,7 @@ class Trainer:
             if faults and ranks.first:
                 warn_of_skipped(faults)
 
-        ranks.run_on_all(check_broken)
+        ranks.run_on_all(check_faults)
         return microbatches, total
 
     def all_but_last_backward(
@@ -882,12 +892,12 @@ class Trainer:
         return mean, fault
 
     def microbatch_loss(self, microbatch: LoadedMicrobatch) -> torch.Tensor:
-        """Return the losses [B] of a microbatch. If it does not count, they are zeros, but with gradients.
+        """Return the losses [B] of a microbatch. The losses of a filler are zeros, but with gradients.
 
         Noise and time of an image depend on the run's seed, phase, epoch and the image. So they do not depend on the
         rank or the batch that the image is in.
         """
-        indices, counts, batch = microbatch
+        indices, is_filler, batch = microbatch
         settings, progress, data = self.settings, self.progress, self.phase_data
         keys = [(settings.seed, progress.phase, progress.epoch, index) for index in indices]
         draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
@@ -904,7 +914,7 @@ class Trainer:
             sigma = training_sigmas(draw.times, self.shift, settings.loss).float().to(self.device)
             losses = self.batch_loss(batch, draw.noise, sigma)
         losses = losses * torch.tensor([data.samples[index].weight for index in indices]).to(losses)
-        return losses if counts else losses * 0
+        return losses * 0 if is_filler else losses
 
     def batch_loss(self, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """Return the loss of flow matching [B] of a batch, in float32 on the model's device."""
@@ -922,8 +932,11 @@ class Trainer:
     def on_trajectory(
         self, batch: Batch, noise: torch.Tensor, times: torch.Tensor, guidance: torch.Tensor
     ) -> tuple[Point, Prompt, torch.Tensor | None]:
-        """Return the inputs of the consistency loss on its device: the points of `batch` on their trajectories at the
-        uniform `times` [B], the prompts, and the weights of the masks."""
+        """Return the inputs of the consistency loss on the model's device.
+
+        They are the points of `batch` on their trajectories at the uniform `times` [B], the prompts, and the weights of
+        the masks.
+        """
         device, compute = self.device, getattr(torch, self.settings.dtype)
         prompt = Prompt(batch.embeds.to(device, compute), batch.mask.to(device), guidance.to(device))
         angle = training_angles(times).float().to(device)
@@ -931,7 +944,7 @@ class Trainer:
         return point, prompt, None if batch.weight is None else batch.weight.to(device)
 
     def apply_gradients(self, rate: float) -> None:
-        """Let the optimizer take its step at the learning rate `rate`, and update the average."""
+        """Take the optimizer's step at the learning rate `rate`, and update the average."""
         settings, step = self.settings, self.progress.step
         optimizers.set_learning_rate(self.optimizer, rate)
         # With offloading the trained rows are on the CPU, not on `self.device`.
@@ -962,8 +975,8 @@ class Trainer:
             states.note_published(self.out, self.parts, chosen)
             return chosen / self.weights_folder
         if best is not None:
-            states.publish(self.out, self.parts, self.last_file, last)
-        return states.publish(self.out, self.parts, self.lora_file, chosen)
+            states.publish(self.out, self.parts, self.last_adapter_file, last)
+        return states.publish(self.out, self.parts, self.adapter_file, chosen)
 
 
 def check_base(settings: TrainingSettings) -> None:

@@ -120,7 +120,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
             device = own_ranks.device
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
-            with state.weights_to_save():
+            with state.evaluation_weights():
                 gathered = state.gather_models(device, trained_alone=False)
                 if gathered:
                     with as_saved(state.settings, gathered) as (transformer,):

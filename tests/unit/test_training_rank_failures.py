@@ -77,7 +77,7 @@ PHASES = {
     "encoding": Failing(schedule, "prepare_phase", MEMORY),
     "loading": Failing(Trainer, "load_base", MEMORY),
     "dividing": Failing(trainer, "lay_out", MEMORY),
-    "step": Failing(trainer, "seeded_dropout", MEMORY, calls=2),
+    "step": Failing(Trainer, "microbatch_loss", MEMORY, calls=2),
     "optimizer": Failing(optimizers, "step_optimizer", MEMORY, calls=1),
     "log": Failing(states.RunLog, "add", DISK, calls=2, victims=(0,)),
     # One image is loaded by each validation, and by steps 2 and 4, which have the fifth image of an epoch.
