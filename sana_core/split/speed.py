@@ -10,6 +10,7 @@ import torch
 
 from ..model.block import feed_forward
 from ..model.forward import prepare, velocity
+from ..runtime.accelerator import current_device
 from .cost import BLOCK, OUTSIDE, GpuSpeed, Link
 
 if TYPE_CHECKING:
@@ -104,4 +105,6 @@ def seconds_of(
 def synchronize(devices: list[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+            # torch.mps.synchronize takes no device.
+            with current_device(device):
+                torch.get_device_module(device).synchronize()
