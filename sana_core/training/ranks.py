@@ -303,10 +303,10 @@ def say_unused() -> None:
 def choose_device(name: str) -> torch.device:
     """Return the device of this rank. Without a number in the setting, it is the rank's number on its machine."""
     device = chosen_device(name)
-    if device.type == "cpu" or device.index is not None and name:
-        return device
-    device = torch.device(device.type, torch.distributed.get_node_local_rank(fallback_rank=0))
-    device = chosen_device(str(device))
+    if device.type != "cpu" and not (name and device.index is not None):
+        device = torch.device(device.type, torch.distributed.get_node_local_rank(fallback_rank=0))
+        device = chosen_device(str(device))
+    # FSDP takes the current device of the process.
     set_current_device(device)
     return device
 

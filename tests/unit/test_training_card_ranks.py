@@ -1,20 +1,23 @@
 """Ranks with a GPU each, which are pretended: everything is on its device, and states and images leave room there."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from card_ranks import card_of, misplaced
 from launched import OLD, results_of
+from pretend_card import pretend_cards
 from test_training_ranks import METHODS, numbers, settings
 from tiny import tiny_transformer
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from trainers import make_trainer, take_step, weights_of
 
 from sana_core.model.reference import NVIDIA
 from sana_core.training import sharding, states
 from sana_core.training.loss import seeded_dropout
 from sana_core.training.previews import as_saved
-from sana_core.training.ranks import ALONE
+from sana_core.training.ranks import ALONE, choose_device
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method
 
@@ -75,6 +78,15 @@ def test_everything_is_on_the_device_of_its_rank_and_a_step_is_that_of_one_proce
         # AdamW's first steps make much of what rounding leaves of gradients near zero
         mean = sum(float((first[3][key] - weight).abs().mean()) for key, weight in weights.items()) / len(weights)
         assert mean < 1e-5, (variant, name)
+
+
+@pytest.mark.parametrize(("name", "local_rank", "index"), [("cuda:1", 0, 1), ("cuda", 1, 1), ("", 1, 1), ("", 0, 0)])
+def test_the_device_of_a_rank_is_the_current_one_where_fsdp_puts_the_weights(name, local_rank, index, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pretend_cards(2):
+        device = choose_device(name)
+        mesh = SimpleNamespace(device_type="cuda")
+        assert device == torch.device("cuda", index) == _fsdp_init._get_device_from_mesh(mesh)
 
 
 def bytes_of(tensors):
