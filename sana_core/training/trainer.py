@@ -980,7 +980,15 @@ class Trainer:
 
 
 def check_base(settings: TrainingSettings) -> None:
-    """Check that model, loss and method fit together. Reads only headers."""
+    """Check that model, loss, method and device fit together. Reads only headers."""
+    dropout = settings.method.dropout
+    if dropout and settings.checkpoint_gradients and chosen_device(settings.device).type == "mps":
+        # torch.utils.checkpoint restores the random state only if the device's module has `_initialized`. torch.mps
+        # does not have it, so the backward would belong to a forward with another dropout.
+        raise InputError(
+            f"dropout: got {dropout} with checkpoint_gradients on Apple's GPU, where torch repeats a block with other "
+            "random values, expected 0; set it so, or checkpoint_gradients to false"
+        )
     for kind in ("text_encoder", "autoencoder"):
         find_part(inspect_checkpoint(settings.source(kind)), kind)
     module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))

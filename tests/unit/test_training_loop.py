@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import CHECKPOINTS, trained_on_both
 from pictures import write_pictures
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
@@ -94,6 +95,18 @@ def test_gradients_kept_or_computed_again_are_the_same(settings, method, referen
     trainer.train(saved)
     trainer.train(again)
     assert lines_of(saved.out) == lines_of(again.out) and same(last_state(saved.out), last_state(again.out))
+
+
+def test_dropout_is_refused_where_checkpointing_would_repeat_a_block_with_another_one(settings, monkeypatch):
+    """torch restores the random state of a GPU only if its module has `_initialized`, and repeats the dropout then."""
+    assert hasattr(torch.cuda, "_initialized") and hasattr(torch.xpu, "_initialized")
+    assert not hasattr(torch.mps, "_initialized")
+    monkeypatch.setattr("sana_core.runtime.accelerator.current_accelerator", lambda: torch.device("mps"))
+    run_settings = settings(method=Method(rank=2, dropout=0.3))
+    with pytest.raises(InputError, match=r"^dropout: got 0.3 with checkpoint_gradients on Apple's GPU, .*; set it so"):
+        trainer.train(run_settings)
+    trainer.check_base(replace(run_settings, checkpoint_gradients=False))
+    trainer.check_base(settings(method=Method(rank=2)))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
