@@ -204,6 +204,8 @@ class Trainer:
 
     def train(self) -> Path:
         self.ranks.run_on_all(lambda: check_base(self.settings))
+        if self.requested_device().type == "mps":
+            check_apple(self.settings)
         shift = read_shift(self.settings)
         check_launch(self.settings, self.ranks)
         if self.ranks.size > 1:
@@ -980,15 +982,7 @@ class Trainer:
 
 
 def check_base(settings: TrainingSettings) -> None:
-    """Check that model, loss, method and device fit together. Reads only headers."""
-    dropout = settings.method.dropout
-    if dropout and settings.checkpoint_gradients and chosen_device(settings.device).type == "mps":
-        # torch.utils.checkpoint restores the random state only if the device's module has `_initialized`. torch.mps
-        # does not have it, so the backward would belong to a forward with another dropout.
-        raise InputError(
-            f"dropout: got {dropout} with checkpoint_gradients on Apple's GPU, where torch repeats a block with other "
-            "random values, expected 0; set it so, or checkpoint_gradients to false"
-        )
+    """Check that model, loss and method fit together. Reads only headers."""
     for kind in ("text_encoder", "autoencoder"):
         find_part(inspect_checkpoint(settings.source(kind)), kind)
     module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))
@@ -1010,6 +1004,24 @@ def check_base(settings: TrainingSettings) -> None:
         trained_model.load_start(module, settings.method)
     # This raises an error if the shift is out of range.
     read_shift(settings)
+
+
+def check_apple(settings: TrainingSettings) -> None:
+    """Raise InputError for settings that torch cannot train with on Apple's GPU."""
+    dropout = settings.method.dropout
+    if dropout and settings.checkpoint_gradients:
+        # torch.utils.checkpoint restores the random state only if the device's module has `_initialized`. torch.mps
+        # does not have it, so the backward would belong to a forward with another dropout.
+        raise InputError(
+            f"dropout: got {dropout} with checkpoint_gradients on Apple's GPU, where torch repeats a block with other "
+            "random values, expected 0; set it so, or checkpoint_gradients to false"
+        )
+    if settings.loss.kind == CONSISTENCY:
+        # Apple's linear layer and attention are operations of their own, without a forward-mode derivative.
+        raise InputError(
+            "loss: got consistency on Apple's GPU, where torch has no forward-mode derivative of linear layers, "
+            "expected flow; set device to cpu"
+        )
 
 
 def read_shift(settings: TrainingSettings) -> float:

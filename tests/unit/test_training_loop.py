@@ -105,8 +105,8 @@ def test_dropout_is_refused_where_checkpointing_would_repeat_a_block_with_anothe
     run_settings = settings(method=Method(rank=2, dropout=0.3))
     with pytest.raises(InputError, match=r"^dropout: got 0.3 with checkpoint_gradients on Apple's GPU, .*; set it so"):
         trainer.train(run_settings)
-    trainer.check_base(replace(run_settings, checkpoint_gradients=False))
-    trainer.check_base(settings(method=Method(rank=2)))
+    trainer.check_apple(replace(run_settings, checkpoint_gradients=False))
+    trainer.check_apple(settings(method=Method(rank=2)))
 
 
 @pytest.mark.parametrize("reference", ["diffusers", "nvidia"])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torchgen
 from diffusers import SanaSprintPipeline, SanaTransformer2DModel, SCMScheduler
 from pictures import write_pictures
 from PIL import Image
@@ -359,6 +360,24 @@ def test_what_is_learnt_from_normal_numbers_is_known():
             result = cos * point.x - sin * trigflow_velocity(model, point.x, point.angle, prompt)
         exact = mean + std * (point.x - cos * mean) / math.sqrt((cos * std) ** 2 + sin**2)
         assert float((result - exact).square().mean().sqrt()) < most
+
+
+def block_of(file, first_line):
+    """Return the lines of the entry of a YAML file that begins with `first_line`."""
+    text = (Path(torchgen.__file__).parent / "packaged" / file).read_text()
+    return text[text.index(first_line) :].partition("\n\n")[0]
+
+
+def test_apples_gpu_is_refused_because_its_layers_have_no_forward_mode_derivative(settings, monkeypatch):
+    """A layer with a kernel of its own for a device takes the derivative of its name, and not of its parts."""
+    assert "MPS: _mps_linear" in block_of("ATen/native/native_functions.yaml", "- func: linear(")
+    assert "result:" not in block_of("autograd/derivatives.yaml", "- name: linear(")
+    assert "result:" in block_of("autograd/derivatives.yaml", "- name: addmm(")
+    monkeypatch.setattr("sana_core.runtime.accelerator.current_accelerator", lambda: torch.device("mps"))
+    with pytest.raises(
+        InputError, match=r"^loss: got consistency on Apple's GPU, .* expected flow; set device to cpu$"
+    ):
+        trainer.train(settings())
 
 
 def test_a_model_that_the_loss_is_not_for_is_refused(settings, checkpoint, sprint):
