@@ -332,7 +332,7 @@ class Stream(NamedTuple):
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
 
     def load(self, indices: Sequence[int]) -> Batch:
-        """Return the samples with these indices, bit-identical to `Cache.load`. They must have the same bucket."""
+        """Return the samples with these indices, on a CPU with the bits of `Cache.load`. All need the same bucket."""
         broken: dict[int, SanaError] = {}
         _, batch = self.load_readable(indices, broken)
         Faults(broken.values()).check()
