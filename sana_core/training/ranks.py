@@ -188,7 +188,12 @@ def joined(device: str) -> Iterator[Ranks]:
         yield ALONE
         return
     store, rank, count = launch
-    from torch.distributed import get_default_backend_for_device, init_process_group
+    from torch.distributed import (
+        Backend,
+        get_default_backend_for_device,
+        init_process_group,
+        is_backend_available,
+    )
 
     attempt = meet(store, rank, count)
     store = torch.distributed.PrefixStore(attempt, store)
@@ -199,9 +204,15 @@ def joined(device: str) -> Iterator[Ranks]:
         rank_device = choose_device(device)
         ranks = ranks._replace(device=rank_device)
         kind = rank_device.type
+        backend = get_default_backend_for_device(kind)
+        if not is_backend_available(backend) or kind not in Backend.backend_capability.get(backend, [kind]):
+            raise InputError(
+                f"launcher: got processes on {kind}, which this torch cannot connect (it has no {backend} for {kind}), "
+                "expected GPUs on Linux; unset RANK to train in one process, or set device to cpu"
+            )
         # Norms of offloaded gradients are summed on the CPU, so gloo is needed as well (pytorch issue 148532).
-        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{get_default_backend_for_device(kind)}"
-        init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
+        init_process_group(backends, store=store, rank=rank, world_size=count, timeout=PATIENCE)
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)

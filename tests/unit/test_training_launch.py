@@ -10,8 +10,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import torch
 from launched import free_port
 from setup import ROOT
+
+from sana_core.errors import InputError
+from sana_core.training.ranks import joined
 
 CODE = """
 import sys
@@ -134,6 +138,18 @@ def test_settings_of_accelerate_launch_that_have_no_effect_are_named():
     # accelerate launch starts a single process without RANK
     status, _, (line,), _ = ended(start(**unused))
     assert status == 0 and "mixed_precision fp16" in line
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("mps", "gloo")])
+def test_gpus_that_torch_cannot_connect_are_named(kind, backend, monkeypatch):
+    """torch for Windows has no NCCL, and gloo sends no tensors of Apple's GPU."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr("sana_core.training.ranks.choose_device", lambda name: torch.device(kind, 0))
+    expected = rf"^launcher: got processes on {kind}, .* \(it has no {backend} for {kind}\), .* set device to cpu$"
+    with pytest.raises(InputError, match=expected), joined(kind):
+        pass
 
 
 def test_ctrl_c_ends_a_process_that_waits():
