@@ -213,6 +213,7 @@ def joined(device: str) -> Iterator[Ranks]:
         # Norms of offloaded gradients are summed on the CPU, so gloo is needed as well (pytorch issue 148532).
         backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
         init_process_group(backends, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        warn_of_shared_gpus(ranks)
         with warnings.catch_warnings():
             for message in HARMLESS:
                 warnings.filterwarnings("ignore", message)
@@ -320,6 +321,21 @@ def choose_device(name: str) -> torch.device:
     # FSDP takes the current device of the process.
     set_current_device(device)
     return device
+
+
+def warn_of_shared_gpus(ranks: Ranks) -> None:
+    """Log a warning if several ranks use one GPU. NCCL refuses it later with an error that looks like a lost rank."""
+    uuid: object = None
+    # AMD's driver may report zeros.
+    if ranks.device is not None and ranks.device.type != "cpu" and torch.version.hip is None:
+        module = torch.get_device_module(ranks.device)
+        uuid = getattr(module.get_device_properties(ranks.device), "uuid", None)
+    uuids = ranks.all_gather(str(uuid or ranks.rank))
+    if uuids.index(uuids[ranks.rank]) < ranks.rank:
+        log_line(
+            f"warning: rank {ranks.rank} uses {ranks.device} of {node()} like another rank, but NCCL needs a GPU for "
+            "each; leave device empty, and start with torchrun, which sets LOCAL_RANK"
+        )
 
 
 def meet(store: Store, rank: int, count: int) -> str:

@@ -1,5 +1,6 @@
 """Ranks with a GPU each, which are pretended: everything is on its device, and states and images leave room there."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from sana_core.model.reference import NVIDIA
 from sana_core.training import sharding, states
 from sana_core.training.loss import seeded_dropout
 from sana_core.training.previews import as_saved
-from sana_core.training.ranks import ALONE, choose_device
+from sana_core.training.ranks import ALONE, choose_device, warn_of_shared_gpus
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method
 
@@ -87,6 +88,26 @@ def test_the_device_of_a_rank_is_the_current_one_where_fsdp_puts_the_weights(nam
         device = choose_device(name)
         mesh = SimpleNamespace(device_type="cuda")
         assert device == torch.device("cuda", index) == _fsdp_init._get_device_from_mesh(mesh)
+
+
+def test_ranks_with_the_same_gpu_are_named(monkeypatch):
+    """Processes that each see another GPU may call it by the same name, and older versions of torch have no uuid."""
+    lines = []
+    monkeypatch.setattr("sana_core.training.ranks.log_line", lines.append)
+
+    def warn(ranks):
+        with pretend_cards(2):
+            for uuids in ("aa", "ab", (None, None)):
+                properties = SimpleNamespace(uuid=uuids[ranks.rank])
+                monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=properties: gpu)
+                warn_of_shared_gpus(ranks._replace(device=torch.device("cuda", 0)))
+                lines.append(uuids)
+        warn_of_shared_gpus(ranks._replace(device=torch.device("cpu")))
+        return lines
+
+    first, (warning, *second) = results_of(2, warn)
+    assert first == second == ["aa", "ab", (None, None)]
+    assert re.match("warning: rank 1 uses cuda:0 of .* like another rank, .*; leave device empty", warning)
 
 
 def bytes_of(tensors):
