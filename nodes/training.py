@@ -8,7 +8,7 @@ from ..sana_core.errors import InputError
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION
 from ..sana_core.model.latents import DOWNSCALE
 from ..sana_core.runtime.checks import check_number, check_text, check_whole
-from ..sana_core.training.images import LARGEST_SIDE
+from ..sana_core.training.images import LARGEST_RESOLUTION
 from ..sana_core.training.settings import describe_field, one_of
 from .host.folders import (
     dataset_path,
@@ -51,7 +51,7 @@ class SanaNodesDataset(io.ComfyNode):
                     "resolution",
                     default=DEFAULT_RESOLUTION,
                     min=DOWNSCALE,
-                    max=LARGEST_SIDE,
+                    max=LARGEST_RESOLUTION,
                     step=DOWNSCALE,
                     tooltip="The training size of your model: 1024 for most, 512 for the demo model. Images are "
                     "cropped to the nearest of SANA's shapes of that area.",
