@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,16 @@ def committed():
     return json.loads((ROOT / "benchmarks" / "train_memory.json").read_text())["steps"]
 
 
+# Tests share what the plans of a model have counted. Only `released_base` itself begins without counts.
+shared_base = cache(released_base)
+
+
 def predicted(model, settings):
-    return training_stage(settings, released_base("1.6B")._replace(model=model)).bytes
+    return training_stage(settings, shared_base("1.6B")._replace(model=model)).bytes
 
 
 def counted_step(model, settings):
-    return count_batch(settings, released_base("1.6B")._replace(model=model), settings.phase[0], 1, False)
+    return count_batch(settings, shared_base("1.6B")._replace(model=model), settings.phase[0], 1, False)
 
 
 # One case of each kind, by its number. All cases together are slow.
@@ -377,7 +382,7 @@ def test_the_recipes_fit_the_cards_that_they_name(name):
     variant, card = RECIPES[name]
     file = ROOT / "recipes" / f"{name}.toml"
     assert re.search(rf"GPU of {card} GB", file.read_text().split("\nmodel")[0])
-    assert plan_training(read_settings(file), released_base(variant)).gpu_bytes <= CARDS[card]
+    assert plan_training(read_settings(file), shared_base(variant)).gpu_bytes <= CARDS[card]
 
 
 def test_every_recipe_of_a_released_model_is_held_to_a_card():
@@ -405,7 +410,7 @@ def test_the_tables_of_the_guides_are_what_is_predicted():
     assert len(rows) == 17
     for variant, trained, pixels, step, card in rows:
         settings = make_settings(int(pixels), **TRAINED[trained])
-        base = released_base({"4.8B": "1.5-4.8B"}.get(variant, variant))
+        base = shared_base({"4.8B": "1.5-4.8B"}.get(variant, variant))
         plan = plan_training(settings, base)
         assert plan.stages[2].bytes / 1e9 == pytest.approx(float(step), abs=0.06), (variant, trained)
         (line,) = fit_lines(settings, base, plan, None)
@@ -421,14 +426,14 @@ def test_the_range_on_the_page_of_benchmarks_matches_the_figures():
 
 
 def test_the_cheapest_change_that_fits_is_proposed():
-    base = released_base("1.6B")
+    base = shared_base("1.6B")
     settings = make_settings(batch=2, checkpoint=False)
     assert propose(settings, base, CARDS["24"]).changes == ()
     assert propose(settings, base, CARDS["8"]).changes == ("checkpoint_gradients = true",)
 
 
 def test_a_batch_is_divided_so_that_a_step_learns_as_many_pictures():
-    base = released_base("1.6B")
+    base = shared_base("1.6B")
     settings = make_settings(2048, batch=6, accumulate=2)
     proposal = propose(settings, base, CARDS["8"])
     (phase,) = proposal.settings.phase
@@ -439,7 +444,7 @@ def test_a_batch_is_divided_so_that_a_step_learns_as_many_pictures():
 
 def test_what_is_not_needed_is_not_proposed():
     """Here gradient checkpointing and smaller batches are tried first, and are not enough."""
-    base = released_base("1.5-4.8B")
+    base = shared_base("1.5-4.8B")
     settings = make_settings(512, method=FULL, optimizer="adamw", ema=0.999, batch=2)
     proposal = propose(settings, base, 40 * 2**30)
     assert proposal.plan.gpu_bytes <= 40 * 2**30
@@ -448,7 +453,7 @@ def test_what_is_not_needed_is_not_proposed():
 
 def test_of_what_is_not_needed_the_cheapest_stays():
     settings = make_settings(batch=4, checkpoint=False, method=FULL, optimizer="adamw")
-    proposal = propose(settings, released_base("1.6B"), CARDS["24"])
+    proposal = propose(settings, shared_base("1.6B"), CARDS["24"])
     assert [change.split(" in ")[0] for change in proposal.changes] == [
         "checkpoint_gradients = true",
         'name = "came8bit"',
@@ -457,7 +462,7 @@ def test_of_what_is_not_needed_the_cheapest_stays():
 
 
 def test_a_base_in_8_bits_is_the_last_that_is_proposed():
-    base = released_base("1.5-4.8B")
+    base = shared_base("1.5-4.8B")
     assert propose(make_settings(checkpoint=False), base, CARDS["12"]).changes == ("checkpoint_gradients = true",)
     proposal = propose(make_settings(), base, CARDS["8"])
     assert proposal.plan.gpu_bytes <= CARDS["8"] and proposal.changes == ('base = "int8" in [method]',)
@@ -467,7 +472,7 @@ def test_a_base_in_8_bits_is_the_last_that_is_proposed():
 
 def test_a_base_in_8_bits_is_not_proposed_where_validation_draws_beside_it():
     """The pictures are drawn from the whole model, which is then there as well."""
-    base = released_base("1.5-4.8B")
+    base = shared_base("1.5-4.8B")
     settings = replace(make_settings(), validation=Validation(10, prompts=("a fox",)))
     proposal = propose(settings, base, CARDS["8"])
     assert proposal.settings.method.base == "full"
@@ -477,7 +482,7 @@ def test_a_base_in_8_bits_is_not_proposed_where_validation_draws_beside_it():
 
 def test_weights_in_bf16_are_not_proposed_with_an_optimizer_that_cannot_round_them():
     """With weights in bf16, the model would fit without another optimizer, but Prodigy trains fp32 weights only."""
-    base = released_base("1.6B")
+    base = shared_base("1.6B")
     proposal = propose(make_settings(method=FULL, optimizer="prodigy"), base, CARDS["12"])
     assert proposal.plan.gpu_bytes <= CARDS["12"]
     assert OPTIMIZERS[proposal.settings.optimizer.name].per_parameter
@@ -485,7 +490,7 @@ def test_weights_in_bf16_are_not_proposed_with_an_optimizer_that_cannot_round_th
 
 
 def test_where_nothing_fits_the_least_is_said():
-    base, settings = released_base("1.6B"), make_settings()
+    base, settings = shared_base("1.6B"), make_settings()
     plan = plan_training(settings, base)
     assert plan.largest.name == "captions"
     lines = fit_lines(settings, base, plan, CARDS["4"])
@@ -499,7 +504,7 @@ def test_where_nothing_fits_the_least_is_said():
 
 
 def test_validation_draws_beside_what_is_trained():
-    base = released_base("1.6B")
+    base = shared_base("1.6B")
     settings = make_settings(method=FULL, optimizer="came8bit")
     drawing = replace(settings, validation=Validation(10, prompts=("a fox",)))
     stage = plan_training(drawing, base).stages[-1]
@@ -509,7 +514,7 @@ def test_validation_draws_beside_what_is_trained():
 
 
 def test_validation_draws_with_a_copy_of_a_controlnet():
-    base = released_base("1.6B")
+    base = shared_base("1.6B")
     settings = replace(make_settings(method=CONTROLNET), validation=Validation(10, prompts=("a fox",), control=("a",)))
     stage = plan_training(settings, base).stages[-1]
     trained = transformer_parameters(base.model) - transformer_parameters(base.model._replace(layers=13))
