@@ -81,6 +81,8 @@ LINKS = {"MODEL": MODEL, "CLIP": ["load", 1], "CONDITIONING": ["positive", 0]}
 EQUAL = {"CLIPMergeSimple"}
 # These nodes change the image only together with a second prompt.
 BESIDES = ("ConditioningSetAreaStrength", "ConditioningSetMask", "ConditioningSetProperties")
+# The images of the graphs without the node of a row.
+EXPECTED = {}
 
 
 def default(kind, options):
@@ -143,12 +145,16 @@ def test_a_row_is_true(host, base_graph, node_texts, caplog, name, outcome, rema
     graph = with_node(host, base_graph, name)
     if outcome == "refused":
         with pytest.raises(NodeError, match=r"^(model|positive): got [^\n]*; [^\n]*$"):
-            host.run(graph)
+            host.run(graph, keep_cache=True)
         return
-    expected = host.run(without(base_graph, name))["image"]
+    # Few rows need another graph than the others. As on the canvas, nodes before a changed one do not run again.
+    plain = without(base_graph, name)
+    if repr(plain) not in EXPECTED:
+        EXPECTED[repr(plain)] = host.run(plain, keep_cache=True)["image"]
+    expected = EXPECTED[repr(plain)]
     node_texts.clear()
     caplog.set_level("INFO")
-    got = host.run(graph)["image"]
+    got = host.run(graph, keep_cache=True)["image"]
     assert got.isfinite().all()
     difference = 255 * (got - expected).abs().mean()
     said = [text for node, text in node_texts if node in ("sample", "positive")]
