@@ -5,7 +5,7 @@ import os
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from trees import leaves
 
 # Only every n-th allocation fails. `make soak` sets 1.
 EVERY = int(os.environ.get("ALLOCATIONS_EVERY", "0"))
@@ -24,9 +24,9 @@ class RunsOut(TorchDispatchMode):
         self.wanted, self.count = wanted, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        inputs = storages(tree_leaves((arguments, options)))
+        inputs = storages(leaves((arguments, options)))
         result = function(*arguments, **(options or {}))
-        new = storages(tree_leaves(result))
+        new = storages(leaves(result))
         if any(size >= SMALLEST and pointer not in inputs for pointer, size in new.items()):
             self.count += 1
             if self.count == self.wanted:

@@ -35,7 +35,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from trees import leaves
 
 # For a fake card autograd would start a thread in its first backward, after which no test could fork: so first this.
 torch.ones(1, requires_grad=True).sum().backward()
@@ -67,7 +67,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def tensors(*trees: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(trees) if isinstance(leaf, torch.Tensor)]
 
 
 class Counter(TorchDispatchMode):
@@ -92,11 +92,12 @@ class Counter(TorchDispatchMode):
         if name == "convolution" and any(map(is_channels_last, args[:2])):
             # cuDNN returns channels-last. A torch without CUDA cannot know which library will convolve.
             out = torch.empty_like(out, memory_format=torch.channels_last)
+        read, written = tensors(args, kwargs), tensors(out)
         if not (name in FREE or (hasattr(func, "is_view") and func.is_view)):
-            self.count(name, tensors(args, kwargs), tensors(out))
-        # weights and inputs are not counted, nor are views of them
-        self.track(tensors(args, kwargs), counted=False)
-        self.track(tensors(out))
+            self.count(name, read, written)
+        # Weights, inputs and views of them are not counted.
+        self.track(read, counted=False)
+        self.track(written)
         return out
 
     def count(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:

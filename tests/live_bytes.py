@@ -4,7 +4,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from trees import leaves
 
 # CUDA's allocator hands out blocks of this many bytes.
 BLOCK = 512
@@ -26,9 +26,9 @@ class LiveBytes(TorchDispatchMode):
         if self.fake and func is torch.ops.aten._local_scalar_dense.default:
             return SCALARS[args[0].dtype]
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs)):
+        for tensor in leaves((args, kwargs)):
             self.track(tensor, counted=False)
-        for tensor in tree_leaves(out):
+        for tensor in leaves(out):
             self.track(tensor, counted=True)
         return out
 

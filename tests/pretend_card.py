@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from trees import leaves, mapped
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Functions whose arguments may be on several devices.
@@ -281,7 +281,7 @@ class Cards(TorchFunctionMode):
             if not isinstance(out, torch.Tensor) or out is args[0]:
                 return out
             return self.put(out, args[0].card, False, computed_on(args[0]))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         cards = {leaf.card for leaf in inputs if isinstance(leaf, CardTensor)}
         on_cpu = [leaf for leaf in inputs if not isinstance(leaf, CardTensor) and leaf.dim()]
         if name not in CROSSING and (len(cards) > 1 or (cards and on_cpu)):
@@ -293,9 +293,7 @@ class Cards(TorchFunctionMode):
         launches = name not in NO_LAUNCH and not (name == "__getitem__" and len(inputs) == 1)
         if name == "to" and target == getattr(args[0], "card", None) and not kwargs.get("copy"):
             # A change of the dtype launches a kernel. Other calls return the tensor itself.
-            launches = any(
-                isinstance(leaf, torch.dtype) and leaf != args[0].dtype for leaf in tree_leaves((args, kwargs))
-            )
+            launches = any(isinstance(leaf, torch.dtype) and leaf != args[0].dtype for leaf in leaves((args, kwargs)))
         becomes_nan = False
         if launches:
             touched = cards | ({target} if target is not None else set())
@@ -312,7 +310,7 @@ class Cards(TorchFunctionMode):
                 return CPU
             return leaf
 
-        bare, named = tree_map(plain, (args, kwargs))
+        bare, named = mapped(plain, (args, kwargs))
         if self.device(kwargs.get("device")) is not None:
             named["device"] = CPU
         if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
@@ -322,8 +320,8 @@ class Cards(TorchFunctionMode):
         origin = frozenset().union(*map(computed_on, inputs))
         if name in ("__setitem__", "copy_", "index_put_"):
             args[0].computed_on = origin
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out)):
-            # tree_map would make a torch.Size a tuple.
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(out)):
+            # `mapped` would make a torch.Size a tuple.
             return out
         if target is not None and launches and name not in MOVING:
             origin = frozenset([target])
@@ -348,7 +346,7 @@ class Cards(TorchFunctionMode):
                 leaf.computed_on = origin
             return leaf
 
-        return tree_map(back, out)
+        return mapped(back, out)
 
     def target(self, name: str, args: Any, kwargs: Any, cards: set[torch.device]) -> torch.device | None:
         """Return the GPU of a function's results. None: the CPU."""
