@@ -18,6 +18,8 @@ LINKS = """() => Object.fromEntries(app.graph.nodes.map(node => [
     node.outputs.map((_, slot) => (node.getOutputNodes(slot) ?? []).map(other => Number(other.id)).sort())
         .filter(targets => targets.length)]))"""
 BOXES = "() => [...document.querySelectorAll('textarea')].filter(box => box.offsetParent).map(box => box.value)"
+# Page.add_style_tag would raise if the server refuses any download of the canvas meanwhile.
+HIDE = "elements => document.head.appendChild(document.createElement('style')).append(`${elements} { display: none }`)"
 REOPEN = "async () => { await app.loadGraphData(app.graph.serialize(), true, true, 'again') }"
 # The part of the screen that has nodes.
 REGION = """() => {
@@ -78,7 +80,7 @@ def test_replace_all_keeps_values_links_and_text_boxes_and_draws_every_node(serv
         use_renderer(page, vue)
         set_setting(page, "Comfy.Minimap.Visible", False)
         # A message, such as that the frontend is older than this ComfyUI wants, would cover buttons and nodes.
-        page.add_style_tag(content=".p-toast, [data-testid=toast-viewport] { display: none }")
+        page.evaluate(HIDE, ".p-toast, [data-testid=toast-viewport]")
         page.evaluate("async graph => { await app.loadGraphData(graph, true, true, 'old') }", workflow())
         page.get_by_text("View details").click()
         page.get_by_text("Replace All").click()

@@ -16,6 +16,8 @@ def start_cluster():
     # A closed connection of Ray Client leaves this mode enabled. A driver in this process would then fail.
     _explicitly_disable_client_mode()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # The seconds in which the head starts the process of a client. On a busy machine, Ray's 30 s are too few.
+    os.environ["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = "300"
     port = free_port()
     head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
     running = Cluster(initialize_head=True, head_node_args=head)

@@ -135,7 +135,9 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
 
         graph = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
         graph["lora"] = (loader, {"model": ["load", 0], "lora_name": f"own/{file.name}", "strength_model": 1.0})
-        patcher = host.run({**graph, "catch": ("Catch", {"value": ["lora", 0], "name": "model"})})["model"]
+        graph["catch"] = ("Catch", {"value": ["lora", 0], "name": "model"})
+        # The model stays loaded between the files, which come off it again.
+        patcher = host.run(graph, keep_cache=True)["model"]
         result = patcher.get_key_patches("diffusion_model.").items()
         return {
             key.removeprefix("diffusion_model."): calculate_weight(patches, weight.clone(), key)
@@ -174,6 +176,12 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
     return ours, core
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    """The transformer without any file."""
+    return sana_core.load_transformer(checkpoint)
+
+
 def difference(weights, plain, changes):
     """How far `weights` are from those to which the maker's `changes` make `plain`."""
     results = []
@@ -185,9 +193,8 @@ def difference(weights, plain, changes):
 
 
 @pytest.mark.parametrize("name", [*PEFT, *MADE])
-def test_the_weights_are_those_of_the_maker(checkpoint, folder, ways, name):
+def test_the_weights_are_those_of_the_maker(checkpoint, plain, folder, ways, name):
     file, changes = by_peft(checkpoint, folder, name) if name in PEFT else by_maker(folder, name)
-    plain = sana_core.load_transformer(checkpoint)
     ours, core = ways
     for way, weights_of in ours.items():
         weights = weights_of(file)

@@ -69,7 +69,8 @@ def refused(host, train_node, pictures):
         graph |= {f"{field} value": ("AnyValue", {"value": value}) for field, value in options.items()}
         train_node(graph, **{**links, **inputs, **{field: [f"{field} value", 0] for field in options}})
         with pytest.raises(NodeError) as caught:
-            host.run(graph)
+            # The model stays loaded between the cases.
+            host.run(graph, keep_cache=True)
         message = str(caught.value)
         assert re.search(pattern, message), message
         assert "\n" not in message and len(message) < 300
@@ -152,7 +153,7 @@ def test_errors_begin_with_the_widget_that_the_user_sees(host, kind):
             values = {**{socket: [source, 0] for socket, source in sockets.items()}, **good, name: value}
             refused = {**graph, "node": (kind, values), "catch": ("Catch", {"value": ["node", 0], "name": "caught"})}
             with pytest.raises(NodeError, match=f"'input_name': '{name}'|^{name}: got "):
-                host.run(refused)
+                host.run(refused, keep_cache=True)
     assert not (host.output / "sana_training").exists()
 
 

@@ -157,7 +157,8 @@ def by_node(host, base_graph, install, video):
         graph["node"] = (f"SanaNodes{node}", {**nodes[node], field: ["number", 0]})
         graph["catch"] = ("Catch", {"value": ["node", 0], "name": "caught"})
         with pytest.raises(NodeError) as caught:
-            host.run(graph)
+            # The models stay loaded between the cases.
+            host.run(graph, keep_cache=True)
         return str(caught.value)
 
     return run
