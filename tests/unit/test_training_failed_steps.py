@@ -38,8 +38,14 @@ def write_images(folder, kind):
     return folder / "tars"
 
 
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    """The cache of the runs that do not stream. All have the same images, which one of them encodes."""
+    return tmp_path_factory.mktemp("encoded")
+
+
 @pytest.fixture
-def make(tmp_path, checkpoint):
+def make(tmp_path, checkpoint, encoded):
     """A function that returns the settings of a run of five steps that saves no state by itself."""
     data = {}
 
@@ -50,6 +56,7 @@ def make(tmp_path, checkpoint):
         settings = TrainingSettings(
             str(checkpoint), str(tmp_path / out), (phase,), dtype="float32", method=Method(rank=2), stream=stream
         )
+        settings = settings if stream else replace(settings, cache=str(encoded))
         return check_settings(
             replace(settings, parallel=Parallel(parallel), save_every=100, caption_dropout=0.3, **options)
         )
@@ -207,7 +214,7 @@ def test_images_that_break_in_a_streamed_run_lose_no_step(make, check_resumed, t
     "damage", ["empty", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "removed"))]
 )
 def test_a_cache_that_breaks_in_a_run_loses_no_step(make, check_resumed, part, damage, ranks):
-    settings = make(stream=False)
+    settings = make(stream=False, cache="")
 
     def damage_cache():
         for file in (Path(settings.out) / "cache" / part).rglob("*.safetensors"):
