@@ -1,19 +1,17 @@
 """A short run of tests/soak/cancelled_queues.py: random queues that are cancelled, fail, or give the right image."""
 
-import os
-import subprocess
-import sys
+import pytest
+from test_several_gpus import save_files
 
-from setup import ROOT
+from tests.soak.cancelled_queues import run_parts
 
 
-def test_thirty_random_queues_leave_every_model_where_comfyui_lists_it():
-    script = [sys.executable, ROOT / "tests" / "soak" / "cancelled_queues.py", "--queues", "30", "--part", "10"]
-    script += ["--gpus", "0", "0", "2", "--seed", "11"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [str(word) for word in script], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=500
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    *_, last = process.stdout.splitlines()
-    assert last.startswith("30 queues:") and "'interrupted'" in last and "'finished'" in last
+@pytest.mark.usefixtures("one_thread")
+def test_thirty_random_queues_leave_every_model_where_comfyui_lists_it(host):
+    files = save_files(host)
+    try:
+        ended = run_parts(host, parts=3, queues=10, seed=11, gpus=(0, 0, 2))
+    finally:
+        for file in files:
+            file.unlink()
+    assert sum(ended.values()) == 30 and ended["interrupted"] and ended["finished"]

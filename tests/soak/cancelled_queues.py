@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
@@ -237,22 +237,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         host = Host(Path(folder))
         write_models(host.models)
         prepare(host)
-        soak = Soak(host)
-        random = Random(options.seed)
-        for part in range(options.queues // options.part):
-            if time.monotonic() - started > options.seconds:
-                break
-            count, state = options.gpus[part % len(options.gpus)], random.choice(STATES)
-            tell(f"part {part}: {count} GPUs, {state}, {dict(soak.ended)}")
-            with host_cards(host, count, state) if count else nullcontext() as cards:
-                soak.run(options.part, options.seed * 10**6 + part, cards, tell)
-                soak.free(cards, f"end of part {part}")
-    tell(f"{sum(soak.ended.values())} queues: {dict(soak.ended)}")
+        ended = run_parts(
+            host, options.queues // options.part, options.part, options.seed, options.gpus, options.seconds
+        )
+    tell(f"{sum(ended.values())} queues: {dict(ended)}")
+
+
+def run_parts(
+    host: Any, parts: int, queues: int, seed: int, gpus: Sequence[int], seconds: float = float("inf")
+) -> Counter[str]:
+    """Run parts of `queues` queues, each on a number of `gpus` in turn, for `seconds` at most. Returns their ends.
+
+    The host has the files of `prepare`.
+    """
+    soak, random, started = Soak(host), Random(seed), time.monotonic()
+    for part in range(parts):
+        if time.monotonic() - started > seconds:
+            break
+        count, state = gpus[part % len(gpus)], random.choice(STATES)
+        tell(f"part {part}: {count} GPUs, {state}, {dict(soak.ended)}")
+        with host_cards(host, count, state) if count else nullcontext() as cards:
+            soak.run(queues, seed * 10**6 + part, cards, tell)
+            soak.free(cards, f"end of part {part}")
+    return soak.ended
 
 
 def tell(line: str) -> None:
