@@ -2,52 +2,52 @@
 
 import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
+from forked import Forked
 from launched import free_port
-from setup import ROOT
 
-from sana_core.errors import InputError
+from sana_core.errors import InputError, SanaError
+from sana_core.training import ranks
 from sana_core.training.ranks import joined
 
-CODE = """
-import sys
-from datetime import timedelta
-sys.path.insert(0, {root!r})
-from sana_core.errors import SanaError
-from sana_core.training import ranks
-ranks.MEETING = timedelta(seconds={meeting})
-try:
-    with ranks.joined("cpu") as rank:
-        sys.stdout.write(f"rank {{rank.rank}} of {{rank.size}}")
-except SanaError as error:
-    sys.exit(f"{{type(error).__name__}}: {{error}}")
-"""
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start(meeting=3, **variables):
     """Start a process with a launcher's `variables`, which waits `meeting` seconds for others."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in variables.items()}
-    command = [sys.executable, "-c", CODE.format(root=str(ROOT), meeting=meeting)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def work():
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        ranks.MEETING = timedelta(seconds=meeting)
+        try:
+            with ranks.joined("cpu") as rank:
+                sys.stdout.write(f"rank {rank.rank} of {rank.size}")
+        except SanaError as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            return 1
+
+    return Forked(work)
 
 
 def ended(process, limit=60):
     """Return exit status, output, our lines of stderr and the seconds of a process."""
     began = time.monotonic()
-    try:
-        out, err = process.communicate(timeout=limit)
-    finally:
-        process.kill()
+    killer = threading.Timer(limit, process.send_signal, [signal.SIGKILL])
+    killer.start()
+    out, err = process.communicate()
+    killer.cancel()
     # torch also writes warnings about its sockets.
     lines = [line for line in err.splitlines() if re.match(r"\d\d:\d\d:\d\d |\w+Error: ", line)]
     return process.returncode, out, lines, time.monotonic() - began
@@ -116,10 +116,10 @@ def test_a_process_without_one_of_the_variables_is_alone(missing):
 def test_processes_wait_for_one_that_comes_late():
     port = free_port()
     early = [start(60, RANK=rank, WORLD_SIZE=3, MASTER_PORT=port) for rank in (0, 1)]
-    time.sleep(8)
+    waiting = next(line for line in early[0].stderr if "waiting for" in line)
     results = [ended(process) for process in [start(60, RANK=2, WORLD_SIZE=3, MASTER_PORT=port), *early]]
     assert [(status, out) for status, out, *_ in results] == [(0, f"rank {rank} of 3") for rank in (2, 0, 1)]
-    assert "waiting for" in results[1][2][0]
+    assert waiting[9:].startswith("waiting for the other processes of this run, as rank 0 of 3")
 
 
 def test_settings_of_accelerate_launch_that_have_no_effect_are_named():
@@ -157,6 +157,6 @@ def test_ctrl_c_ends_a_process_that_waits():
     for line in process.stderr:
         if "waiting for" in line:
             break
-    process.send_signal(2)
-    began = time.monotonic()
-    assert process.wait(30) != 0 and time.monotonic() - began < 10
+    process.send_signal(signal.SIGINT)
+    status, *_, seconds = ended(process, 30)
+    assert status != 0 and seconds < 10
