@@ -29,9 +29,9 @@ def server(lasting_cluster, tmp_path_factory):
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph():
-    """A function of overrides: two prompts on the cluster and on this machine, their latents and pictures saved."""
+    """A function of overrides: two prompts on the cluster and on this machine, their latents and images saved."""
 
     def build(model=("1", 0), **inputs):
         usual = {"model": list(model), "steps": 8, "seed": 3, "count": 2}
@@ -96,9 +96,15 @@ def test_only_the_operators_file_puts_the_cluster_into_the_list(server):
         assert file.read_bytes() == before
 
 
-@pytest.mark.timeout(300)
-def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
-    events = list(run_graph(server, graph()))
+@pytest.fixture(scope="module")
+def first_run(server, graph):
+    """The events of the first graph on the cluster, whose workers stay for the next one."""
+    return list(run_graph(server, graph()))
+
+
+@pytest.mark.timeout(600)
+def test_the_cluster_draws_the_pictures_of_this_machine(server, first_run):
+    events = first_run
     assert latents(server, "cluster").shape == (4, 32, 4, 4)
     check_same(server)
     bars = events_of(events, "progress", "cluster")
@@ -110,8 +116,8 @@ def test_the_cluster_draws_the_pictures_of_this_machine(server, graph):
     assert "SANA: connecting to the cluster, ray://" in log and "2 workers starting on 2 machines with 2 GPUs" in log
 
 
-@pytest.mark.timeout(300)
-def test_the_workers_stay_for_the_next_queue_and_go_with_the_model(server, graph):
+@pytest.mark.timeout(600)
+def test_the_workers_stay_for_the_next_queue_and_go_with_the_model(server, graph, first_run):
     before = {process.pid for process in actors()}
     assert len(before) == 2
     list(run_graph(server, graph(seed=11)))
