@@ -11,7 +11,8 @@ import torch
 from pretend_card import Cards, CardTensor, pretend_cards
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+from trees import leaves
 
 
 class RankCards(Cards):
@@ -24,13 +25,13 @@ class RankCards(Cards):
             return args[0]
         if name == "record_stream":
             return None
-        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+        if not any(isinstance(leaf, DTensor) for leaf in leaves((args, kwargs))):
             return super().__torch_function__(func, types, args, kwargs)
         local = args[0]._local_tensor if isinstance(args[0], DTensor) else args[0]
         if name == "__get__" and getattr(func, "__self__", None) in (torch.Tensor.device, torch.Tensor.is_cuda):
             return super().__torch_function__(func, types, (local,), kwargs)
         card = getattr(local, "card", None)
-        moves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, str | torch.device)]
+        moves = [leaf for leaf in leaves((args[1:], kwargs)) if isinstance(leaf, str | torch.device)]
         if name in ("to", "cpu") and (moves or name == "cpu"):
             card = self.device(moves[0]) if moves else None
             args, kwargs = tree_map_only((str, torch.device), lambda leaf: pretend_card.CPU, (args, kwargs))
