@@ -65,7 +65,7 @@ endif
 
 test-all: lint
 	@$(PYTHON) scripts/setup.py --browser
-	OMP_NUM_THREADS=1 $(PYTEST) tests || { $(ALONE) tests; }
+	FUZZ_PROFILE=all OMP_NUM_THREADS=1 $(PYTEST) tests || { $(ALONE) tests; }
 	$(MAKE) test FRONTEND=newest
 	OMP_NUM_THREADS=1 $(VENV) scripts/hosts.py
 	$(VENV) scripts/versions.py

@@ -26,7 +26,8 @@ common = {
     # Explaining a failure takes minutes.
     "phases": set(Phase) - {Phase.explain},
 }
-settings.register_profile("test", max_examples=60, **common)
+for profile in ("test", "all"):
+    settings.register_profile(profile, max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "1000")), **common)
 settings.load_profile(os.environ.get("FUZZ_PROFILE", "test"))
 
