@@ -41,9 +41,9 @@ from .dataset import Faults, Sample, is_unreadable, warn_of_skipped, without_tra
 from .images import CROP_RULE, MIDDLE, decode_image, fit_image
 from .settings import TrainingSettings
 
-# Pixels [1, 3, H, W] in [-1, 1] to latents [1, 32, H / 32, W / 32], scaled by the autoencoder's scaling_factor.
+# encode(pixels [1, 3, H, W] in [-1, 1]) returns latents [1, 32, H / 32, W / 32], multiplied by scaling_factor.
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
-# Caption, and whether the instruction precedes it, to embeds [1, T, C] and mask [1, T].
+# encode(caption, with_instruction) returns embeds [1, T, C] and mask [1, T].
 EncodeCaption = Callable[[str, bool], tuple[torch.Tensor, torch.Tensor]]
 logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -75,15 +75,19 @@ class Encoders(NamedTuple):
 
 
 class ModelIds(NamedTuple):
-    """Digests of the models that encode: of weights and configuration, and of the text encoder also the dtype, the
-    tokenizer and the instruction."""
+    """Digests of the models that encode images and captions."""
 
+    # Weights and configuration.
     autoencoder: str
+    # Weights, configuration, tokenizer, instruction and dtype.
     text_encoder: str
 
 
 def digest_models(settings: TrainingSettings, folder: Path, progress: Callable[[int, int], None]) -> Json:
-    """Return the digests of the model's parts by name. Text encoder and VAE may have files of their own."""
+    """Return the digests of the model's parts by name.
+
+    If settings.text_encoder or settings.autoencoder is set, its digests replace the digests in the model.
+    """
     digests = fingerprint(settings.model, progress, folder / MODELS, settings.reference)
     for path, names in ((settings.text_encoder, TEXT_DIGESTS), (settings.autoencoder, IMAGE_DIGESTS)):
         if path:
@@ -147,7 +151,7 @@ class Cache(NamedTuple):
     latents: list[Path]
     texts: list[Path]
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
-    controls: Sequence[Path] = ()  # empty unless all samples have a control image
+    controls: Sequence[Path] = ()  # empty without a ControlNet
 
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices. They must have the same bucket."""
@@ -182,40 +186,42 @@ def build_cache(
 ) -> Cache:
     """Encode the entries of `samples` that `store` does not have yet, and return all of them.
 
-    Images are cropped to their buckets, and so are control images, if all samples have one. All captions are encoded
-    before all images, so that `encode` can load one model at a time. `ids` must identify the models of `encode`. `poll`
-    is called for each entry and cancels by raising. Entries that are finished stay on disk, and the next call resumes.
-    `progress` gets the number of finished entries and of all entries.
+    Images and control images are cropped to their buckets. Either all samples have a control image or none has. All
+    captions are encoded before all images, so that `encode` can load one model at a time. `ids` must identify the
+    models of `encode`. `poll` is called for each entry and cancels by raising. Finished entries stay on disk, and the
+    next call resumes. `progress` receives the number of finished entries and the number of all entries.
 
     Images that cannot be read are added to `broken` and are missing in the cache, so call again without their samples.
     If `broken` is None, an error names all of them. The other images are encoded first.
     """
     controls = [control for sample in samples for control in with_control(sample)[1:]]
-    images = [*samples, *(controls if len(controls) == len(samples) else [])]
-    total, finished = 1 + len(samples) + len(images), itertools.count(1)
+    images = [*samples, *controls]
+    entry_count, finished = 1 + len(samples) + len(images), itertools.count(1)
     digests, paths = Digests(store), list[Path]()
     faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
-        progress(next(finished), total)
+        progress(next(finished), entry_count)
         poll()
 
-    def encode_caption(parts: list[str], make: Callable[[], Tensors]) -> Path:
-        path = store.find_or(store.path("texts", [*parts, ids.text_encoder]), make)
+    def encode_caption(key_values: list[str], make: Callable[[], Tensors]) -> Path:
+        path = store.ensure(store.path("texts", [*key_values, ids.text_encoder]), make)
         advance()
         return path
 
-    empty = encode_caption(["empty"], partial(encode_text, encode.caption, "", False))
+    empty = encode_caption(["empty"], partial(encode_padded, encode.caption, "", False))
     captions = [sample.caption for sample in samples]
-    texts = [encode_caption(["caption", text], partial(encode_tokens, encode.caption, text)) for text in captions]
+    texts = [encode_caption(["caption", text], partial(encode_unpadded, encode.caption, text)) for text in captions]
     try:
         for sample in images:
             if sample.files not in faults:
                 try:
-                    parts = [digests.of(place, sample.name) for place in sample.files if place]
+                    file_digests = [digests.of(file, sample.name) for file in sample.files if file]
+                    # The key of the middle has no crop.
                     crop = [] if sample.crop == MIDDLE else [sample.crop]
-                    path = store.path("latents", [parts, sample.bucket, CROP_RULE, ids.autoencoder, *crop])
-                    pixels = None if store.has(path) else read_image(sample, parts)
+                    key_values = [file_digests, sample.bucket, CROP_RULE, ids.autoencoder, *crop]
+                    path = store.path("latents", key_values)
+                    pixels = None if store.has(path) else read_image(sample, file_digests)
                 except IMAGE_FAULTS as fault:
                     faults[sample.files] = without_traceback(fault)
                     logger.warning("%s", fault)
@@ -241,15 +247,15 @@ def with_control(sample: Sample) -> list[Sample]:
 
 
 def find_broken(samples: Sequence[Sequence[Sample]], broken: BrokenImages) -> BrokenPositions:
-    """Return where the `samples` of the phases have the `broken` images."""
+    """Return the faults of the `samples` of the phases whose image or control image is in `broken`."""
     if not broken:
         return {}
     return {
-        (phase, index): broken[part.files]
+        (phase, index): broken[image.files]
         for phase, samples_of_phase in enumerate(samples)
         for index, sample in enumerate(samples_of_phase)
-        for part in with_control(sample)
-        if part.files in broken
+        for image in with_control(sample)
+        if image.files in broken
     }
 
 
@@ -273,7 +279,7 @@ def leave_out(samples: Sequence[Sequence[Sample]], broken: BrokenPositions, skip
     return readable
 
 
-def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
+def encode_padded(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
     """Return embeds [T, C] and mask [T] of a caption, with padding. Raises InputError if they are not finite."""
     embeds, mask = (tensor[0].detach().cpu() for tensor in encode(caption, instruction))
     if not embeds.isfinite().all():
@@ -284,9 +290,9 @@ def encode_text(encode: EncodeCaption, caption: str, instruction: bool) -> Tenso
     return {"embeds": embeds.contiguous(), "mask": mask.to(torch.uint8)}
 
 
-def encode_tokens(encode: EncodeCaption, caption: str) -> Tensors:
+def encode_unpadded(encode: EncodeCaption, caption: str) -> Tensors:
     """Return embeds and mask of a caption with the instruction, up to its last token."""
-    text = encode_text(encode, caption, True)
+    text = encode_padded(encode, caption, True)
     length = int(text["mask"].nonzero().max()) + 1
     return {name: values[:length].contiguous() for name, values in text.items()}
 
@@ -296,19 +302,17 @@ def read_image(sample: Sample, digests: Sequence[str] | None = None) -> tuple[to
 
     Raises ReadError if the image and the mask do not have the `digests`, and InputError for a mask that is all black.
     """
-    parts = [read_range(place, sample.name) for place in (sample.image, sample.mask) if place]
-    if digests is not None and [digest_of(part) for part in parts] != digests:
+    files = [read_range(file, sample.name) for file in sample.files if file]
+    if digests is not None and [digest_of(data) for data in files] != digests:
         raise ReadError(f"{sample.name}: was written while it was read; wait until it is whole")
-    mask = decode_image(parts[1], f"{sample.name} (mask)").convert("L") if sample.mask else None
-    pixels, weight = fit_image(decode_image(parts[0], sample.name), mask, sample.bucket, sample.crop)
+    mask = decode_image(files[1], f"{sample.name} (mask)").convert("L") if sample.mask else None
+    pixels, weight = fit_image(decode_image(files[0], sample.name), mask, sample.bucket, sample.crop)
     if weight is not None and not weight.any():
         raise InputError(f"{sample.name}: its mask is black in the whole crop, expected white where to train")
     return pixels, weight
 
 
-def encode_image(
-    encode: EncodePixels, sample: Sample, pixels: torch.Tensor, weight: torch.Tensor | None = None
-) -> Tensors:
+def encode_image(encode: EncodePixels, sample: Sample, pixels: torch.Tensor, weight: torch.Tensor | None) -> Tensors:
     """Return the latents [32, h, w] of the pixels [3, H, W] of a sample, together with its `weight`.
 
     Raises InputError for latents of another shape, and for latents that are not finite.
@@ -344,29 +348,29 @@ class Stream(NamedTuple):
     ) -> tuple[list[int], Batch]:
         """Return the indices whose images can be read, and a batch of them. All must have the same bucket.
 
-        The faults of the others are added to `broken`. Unless they are skipped, nothing is encoded after the first
-        fault, and the other images are only read to find more faults. A batch without an image is `blank`.
+        The faults of the others are added to `broken`. Without `skip`, the images after the first fault are only read,
+        to find more faults, and not encoded. A batch without an image is `blank`.
         """
         readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
         for index in indices:
-            parts = with_control(self.samples[index])
+            samples = with_control(self.samples[index])
             try:
-                pixels = list(map(read_image, parts))
+                pixels = list(map(read_image, samples))
             except IMAGE_FAULTS as fault:
                 broken[index] = without_traceback(fault)
                 continue
             if broken and not skip:
                 continue
             encoded = [
-                encode_image(self.encode.pixels, part, *pixels_and_weight)
-                for part, pixels_and_weight in zip(parts, pixels, strict=True)
+                encode_image(self.encode.pixels, sample, *pixels_and_weight)
+                for sample, pixels_and_weight in zip(samples, pixels, strict=True)
             ]
             readable.append(index)
             images.append(encoded[0])
             controls += encoded[1:]
         if not readable:
             return [], self.blank(indices[0])
-        texts = [encode_tokens(self.encode.caption, self.samples[index].caption) for index in readable]
+        texts = [encode_unpadded(self.encode.caption, self.samples[index].caption) for index in readable]
         names = [self.samples[index].name for index in readable]
         return readable, join_batch(names, images, texts, controls)
 
@@ -395,16 +399,19 @@ class Store:
         self.folder = folder
         # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
         self.parts = parts
-        # The entries that need not be read again to see that they are whole.
+        # The entries that were written or read whole by this process and need no further check.
         self.checked_paths: set[Path] = set()
 
-    def path(self, kind: str, parts: Sequence[object]) -> Path:
-        """Return the path of the entry that depends on `parts`, which are JSON, and on nothing else."""
-        key = digest_of(json.dumps([VERSION, *parts]).encode())
+    def path(self, kind: str, key_values: Sequence[object]) -> Path:
+        """Return the path of the entry with this key.
+
+        `key_values` are JSON values and must contain everything that the entry depends on.
+        """
+        key = digest_of(json.dumps([VERSION, *key_values]).encode())
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
-    def find_or(self, path: Path, make: Callable[[], Tensors]) -> Path:
-        """Return the `path` of an entry after writing it, if it is missing or damaged."""
+    def ensure(self, path: Path, make: Callable[[], Tensors]) -> Path:
+        """Write the entry `path` if it is missing or damaged. Returns `path`."""
         if not self.has(path):
             self.put(path, make())
         return path
@@ -472,11 +479,11 @@ def read_entry(path: Path) -> Tensors:
 class Digests:
     """The digests of images, stored in the cache's folder so that each unchanged image is read once.
 
-    People who must not learn where the images are may read the file, so it contains no paths. The key of a digest is
-    itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file. Nobody can
-    check a guessed path against it without these numbers, and a changed image has another key.
+    Other users may read this file and must not learn the paths of the images, so it contains no paths. The key of a
+    digest is itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file.
+    Nobody can check a guessed path against it without these numbers, and a changed image has another key.
 
-    Raises ExistingFileError for a file with this name that is no run's. That file stays as it is.
+    Raises ExistingFileError if another program has written a file with this name. It is not changed.
     """
 
     def __init__(self, store: Store) -> None:

@@ -25,7 +25,7 @@ from ..runtime.atomic_files import digest_of, reason_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
-from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_text, encode_tokens, read_entry
+from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded, read_entry
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
@@ -67,22 +67,25 @@ def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, e
     if not validation.every or not validation.prompts:
         return None
 
-    def find_or(kind: str, parts: list, make: Callable[[], Tensors]) -> Tensors:
-        return read_entry(store.find_or(store.path(kind, parts), make))
+    def read_or_make(kind: str, key_values: list, make: Callable[[], Tensors]) -> Tensors:
+        return read_entry(store.ensure(store.path(kind, key_values), make))
 
     def text(kind: str, prompt: str, make: Callable[[], Tensors]) -> Embedding:
-        entry = find_or("texts", [kind, prompt, ids.text_encoder], make)
+        entry = read_or_make("texts", [kind, prompt, ids.text_encoder], make)
         return entry["embeds"][None], entry["mask"][None].long()
 
     def steering(file: str) -> torch.Tensor:
         data = read_range(FileRange(Path(file)), file)
-        parts = ["validation", digest_of(data), size, CROP_RULE, ids.autoencoder]
-        return find_or("latents", parts, lambda: encode_control(encode.pixels, data, file, size))["latents"]
+        key_values = ["validation", digest_of(data), size, CROP_RULE, ids.autoencoder]
+        make = partial(encode_control, encode.pixels, data, file, size)
+        return read_or_make("latents", key_values, make)["latents"]
 
-    prompts = [text("caption", prompt, partial(encode_tokens, encode.caption, prompt)) for prompt in validation.prompts]
+    prompts = [
+        text("caption", prompt, partial(encode_unpadded, encode.caption, prompt)) for prompt in validation.prompts
+    ]
     # All tokens are kept, because NVIDIA's code masks the negative prompt with the mask of the positive one.
     negative_text = validation.negative_prompt
-    negative = text("negative prompt", negative_text, partial(encode_text, encode.caption, negative_text, False))
+    negative = text("negative prompt", negative_text, partial(encode_padded, encode.caption, negative_text, False))
     control = torch.stack(list(map(steering, validation.control))) if validation.control else None
     return Inputs(prompts, negative, control)
 

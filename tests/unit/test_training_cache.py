@@ -354,7 +354,6 @@ def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(t
 
 
 def test_control_pictures_are_cropped_and_encoded_as_the_pictures_are(tmp_path, data, models):
-    Image.new("RGB", SIZES[1]).save(data / "1-control.png")
     plain = build(tmp_path / "cache", data, models)
     assert plain.load([0]).control is None
     for number, size in enumerate(SIZES):
