@@ -56,7 +56,8 @@ def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable,
     cache = build_cache(
         samples, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
     )
-    return PhaseData(samples, cache, list(range(len(samples))), [], "")
+    indices = list(range(len(samples)))
+    return PhaseData(samples, cache, indices, [], "", {index: [index] for index in indices})
 
 
 def random_data(folder: Path, side: int, width: int) -> PhaseData:

@@ -29,7 +29,7 @@ from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 
 logger = logging.getLogger(__name__)
-# A phase counts as made longer if its schedule has progressed further, by this fraction, than its steps say.
+# `warn_of_rate` warns if the schedule is further than the steps of the phase by more than this fraction.
 LONGER = 0.05
 # The batches of one step, as indices of samples.
 StepBatches = list[list[int]]
@@ -78,13 +78,13 @@ class PhaseData(NamedTuple):
     # Has an entry for each sample.
     cache: Cache | Stream
     # The first variant of each image that is learned.
-    training: list[int]
+    learned: list[int]
     # One variant of each image that is only validated.
     held_out: list[int]
     # Changes if the epochs change. See `digest_data`.
     digest: str
-    # The variants of each image by the first of them. An epoch learns one of them. Images without an entry have one.
-    variants: dict[int, list[int]] = {}  # noqa: RUF012
+    # The variants of each image by the first of them. An epoch learns one of them.
+    variants: dict[int, list[int]]
 
 
 def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
@@ -105,7 +105,9 @@ def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
                 small[0].name,
                 *small[0].size,
             )
-        phases.append(vary(samples if has_controls else [sample._replace(control=None) for sample in samples], phase))
+        phases.append(
+            make_variants(samples if has_controls else [sample._replace(control=None) for sample in samples], phase)
+        )
     return phases
 
 
@@ -146,24 +148,24 @@ def prepare_phase(
     cached = () if settings.stream else samples
     cache = build_cache(cached, store, encode, ids, poll, progress, broken)
     variants = groups_of(samples)
-    training, held_out = hold_out(samples, variants, settings.validation.share)
-    # Of a file only the part in its tar, because machines may have the same files under different paths.
+    learned, held_out = hold_out(samples, variants, settings.validation.share)
+    # Only the range of bytes of a file, because machines may have the same files under different paths.
     described = [
         (
             (sample.name, sample.caption, sample.size, sample.bucket, sample.crop),
-            [place and place[1:] for place in (*sample.files, sample.control)],
+            [file and file[1:] for file in (*sample.files, sample.control)],
         )
         for sample in samples
     ]
-    order = [described, ids, training, phase.batch, phase.accumulate]
+    order = [described, ids, learned, phase.batch, phase.accumulate]
     entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
     # The files of a streamed data set are too large for a digest of their contents.
     digest = digest_data(order, None if settings.stream else entries)
     source = Stream(samples, encode, cache.empty) if settings.stream else cache
-    return PhaseData(samples, source, training, held_out, digest, variants)
+    return PhaseData(samples, source, learned, held_out, digest, variants)
 
 
-def vary(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
+def make_variants(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
     """Return the variants of each of `samples`. Their `group` is the number of the sample."""
     return [
         sample._replace(group=number, crop=crop, caption=caption, share=share)
@@ -229,8 +231,9 @@ def hold_out(samples: Sequence[Sample], variants: dict[int, list[int]], fraction
     chosen = [number for number in order if int.from_bytes(digests[number][:8], "big") < bound]
     if fraction:
         chosen = (chosen or order[:1])[: len(digests) - 1]
-    repeats = list(images.values())
-    held_out = [repeats[number] for number in sorted(chosen)]
+    # The repeats and resolutions of each image, by their first variants.
+    copies_of_image = list(images.values())
+    held_out = [copies_of_image[number] for number in sorted(chosen)]
     learned = variants.keys() - {index for indices in held_out for index in indices}
     return sorted(learned), [indices[0] for indices in held_out]
 
@@ -273,24 +276,22 @@ def advance(
 
 def epoch_steps(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[StepBatches]:
     """Return the batches of each step of an epoch."""
-    buckets = [data.samples[index].bucket for index in data.training]
+    buckets = [data.samples[index].bucket for index in data.learned]
     batches = plan_epoch(buckets, phase.batch, seed, epoch)
-    batches = [[data.training[index] for index in batch] for batch in batches]
+    batches = [[data.learned[index] for index in batch] for batch in batches]
     # All variants of an image have its shape, so they can be chosen after the batches are made.
-    batches = [
-        [choose(data.samples, data.variants.get(index, [index]), seed, epoch) for index in batch] for batch in batches
-    ]
+    batches = [[choose(data.samples, data.variants[index], seed, epoch) for index in batch] for batch in batches]
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
 def all_steps_left(settings: TrainingSettings, data: Sequence[PhaseData], progress: TrainProgress) -> int:
-    """Return how many steps there are from `progress` to the end."""
+    """Return the number of steps from `progress` to the end of the run."""
     remaining = 0
     for number in range(progress.phase, len(data)):
         phase = settings.phase[number]
         # Every epoch has the same images, and so the same number of steps.
-        count = len(epoch_steps(phase, data[number], settings.seed, 0))
-        remaining += steps_left(phase, progress if number == progress.phase else TrainProgress(), count)
+        steps_per_epoch = len(epoch_steps(phase, data[number], settings.seed, 0))
+        remaining += steps_left(phase, progress if number == progress.phase else TrainProgress(), steps_per_epoch)
     return remaining
 
 
@@ -304,7 +305,7 @@ def choose(samples: Sequence[Sample], indices: Sequence[int], seed: int, epoch: 
 
 
 def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the batches of an epoch in a random order, as indices of `buckets`. Each batch is of one bucket.
+    """Return the batches of an epoch in a random order, as indices of `buckets`. The images of a batch have one bucket.
 
     `buckets` has the bucket of each sample. The order depends on `seed` and `epoch` alone. The last batch of a bucket
     may be smaller.
@@ -328,8 +329,8 @@ def learning_rate(phase: Phase, progress: TrainProgress) -> float:
     """Return the rate of the step at `progress` in `phase`, from 0 to `phase.learning_rate`.
 
     It rises in even steps in the first `warmup` steps. Then "constant" stays. The others fall to 0 with
-    `progress.done`, as in diffusers.optimization, except that its "polynomial" ends at 1e-7. Neither the batch nor the
-    number of devices changes the rate.
+    `progress.done`, as in diffusers.optimization, except that diffusers' "polynomial" ends at 1e-7. Neither the batch
+    nor the number of devices changes the rate.
     """
     if progress.phase_step < phase.warmup:
         return phase.learning_rate * (progress.phase_step + 1) / phase.warmup
@@ -339,40 +340,41 @@ def learning_rate(phase: Phase, progress: TrainProgress) -> float:
         return phase.learning_rate * (1 - progress.done)
     if phase.schedule == "polynomial":
         return phase.learning_rate * (1 - progress.done) ** phase.power
-    finished_share = progress.done
-    if phase.schedule == "cosine_with_restarts" and finished_share < 1:
-        finished_share = finished_share * phase.cycles % 1
-    return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * finished_share))
+    schedule_done = progress.done
+    if phase.schedule == "cosine_with_restarts" and schedule_done < 1:
+        schedule_done = schedule_done * phase.cycles % 1
+    return phase.learning_rate * 0.5 * (1 + math.cos(math.pi * schedule_done))
 
 
-def after_step(phase: Phase, progress: TrainProgress, count: int) -> TrainProgress:
-    """Return `progress` in `phase` after one more step, in an epoch of `count` steps.
+def after_step(phase: Phase, progress: TrainProgress, steps_per_epoch: int) -> TrainProgress:
+    """Return `progress` in `phase` after one more step.
 
     The remaining part of the rate's schedule is divided evenly among the remaining steps. So the rate has no jump if a
     resumed run has more or fewer steps, because of another batch, more images or epochs.
     """
-    finished_share, steps_remaining = progress.done, steps_left(phase, progress, count)
+    schedule_done, steps_remaining = progress.done, steps_left(phase, progress, steps_per_epoch)
     # The last step does not end the schedule. A finished run that gets more steps continues at its last rate.
     if progress.phase_step >= phase.warmup and steps_remaining > 1:
-        finished_share = min(1.0, finished_share + (1 - finished_share) / steps_remaining)
+        schedule_done = min(1.0, schedule_done + (1 - schedule_done) / steps_remaining)
     return progress._replace(
-        step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=finished_share
+        step=progress.step + 1, phase_step=progress.phase_step + 1, position=progress.position + 1, done=schedule_done
     )
 
 
-def steps_left(phase: Phase, progress: TrainProgress, count: int) -> int:
-    """Return the number of steps of `phase` after `progress`, in epochs of `count` steps. 0 after its end."""
+def steps_left(phase: Phase, progress: TrainProgress, steps_per_epoch: int) -> int:
+    """Return the number of steps of `phase` after `progress`. 0 after its end."""
     finished, total = progress.phase_step, phase.steps
     if total is None:
-        finished, total = progress.epoch * count + progress.position, (phase.epochs or 0) * count
+        finished = progress.epoch * steps_per_epoch + progress.position
+        total = (phase.epochs or 0) * steps_per_epoch
     return max(0, total - finished)
 
 
-def warn_of_rate(phase: Phase, progress: TrainProgress, count: int) -> None:
+def warn_of_rate(phase: Phase, progress: TrainProgress, steps_per_epoch: int) -> None:
     """Log a warning if the learning rate of a phase has fallen before the phase was made longer."""
-    behind = max(0, progress.phase_step - phase.warmup)
-    fraction = behind / (behind + steps_left(phase, progress, count))
-    if phase.schedule != "constant" and progress.done - fraction > LONGER:
+    finished = max(0, progress.phase_step - phase.warmup)
+    finished_fraction = finished / (finished + steps_left(phase, progress, steps_per_epoch))
+    if phase.schedule != "constant" and progress.done - finished_fraction > LONGER:
         logger.warning(
             "phase %d has more steps than it had, and continues from its learning rate of %.2g; for a higher one set "
             "schedule to constant, or add a [[phase]]",

@@ -15,7 +15,7 @@ from sana_core.runtime.cancellation import no_poll
 from sana_core.training import trainer
 from sana_core.training.dataset import open_image, read_dataset
 from sana_core.training.images import MIDDLE, Crop, choose_bucket, fit_image
-from sana_core.training.schedule import choose, epoch_steps, groups_of, read_phase, vary
+from sana_core.training.schedule import choose, epoch_steps, groups_of, make_variants, read_phase
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import read_log
 
@@ -29,7 +29,7 @@ def phase(tmp_path):
 
 def test_a_phase_without_settings_is_its_data_set(phase):
     plain = read_dataset(tmp := phase.data[0])
-    samples = vary(read_phase(phase, no_poll), phase)
+    samples = make_variants(read_phase(phase, no_poll), phase)
     assert [item._replace(group=0, bucket=(0, 0)) for item in samples] == plain and tmp
     assert groups_of(samples) == {0: [0], 1: [1], 2: [2]}
 
@@ -61,7 +61,7 @@ def test_a_crop_and_a_mirror_image_are_pillow_s():
 
 
 def test_an_epoch_learns_one_variant_of_each_by_its_share(phase):
-    samples = vary(read_phase(phase, no_poll), replace(phase, flip=True, crops=2))
+    samples = make_variants(read_phase(phase, no_poll), replace(phase, flip=True, crops=2))
     assert len(samples) == 3 * 4 and len({item.crop for item in samples}) == 12
     samples = [item._replace(share=(1, 2, 3, 4)[index % 4]) for index, item in enumerate(samples)]
     drawn = Counter(choose(samples, groups_of(samples)[4], 1, epoch) for epoch in range(4000))
@@ -77,7 +77,7 @@ def test_several_captions_with_weights_and_shuffled_tags(phase, tmp_path):
     (folder / "a.json").write_text(json.dumps({"captions": ["one, a, b, c", "two"], "weights": [3, 1]}))
     (sample,) = read_dataset(folder)
     assert sample.caption == "one, a, b, c" and sample.captions == (("one, a, b, c", 3.0), ("two", 1.0))
-    samples = vary([sample], replace(phase, tag_orders=4, keep_tags=1))
+    samples = make_variants([sample], replace(phase, tag_orders=4, keep_tags=1))
     assert sum(item.share for item in samples if item.caption.startswith("one, ")) == pytest.approx(3)
     assert 3 <= len(samples) <= 5 and all(
         sorted(item.caption) in map(sorted, ("one, a, b, c", "two")) for item in samples
@@ -121,13 +121,13 @@ def test_a_run_learns_every_variant_and_holds_all_of_an_image_out(phase, tmp_pat
     (data,) = prepared.data
     held = {data.samples[index].name for index in data.held_out}
     assert len(data.held_out) == len(held) and all(data.samples[index].bucket == (128, 128) for index in data.held_out)
-    assert not any(data.samples[index].name in held for index in data.training if not data.samples[index].prior)
+    assert not any(data.samples[index].name in held for index in data.learned if not data.samples[index].prior)
     epochs = [
         [item for group in epoch_steps(run_settings, data, 0, epoch) for batch in group for item in batch]
         for epoch in (0, 1)
     ]
-    assert epochs[0] != epochs[1] and all(len(item) == len(data.training) for item in epochs)
+    assert epochs[0] != epochs[1] and all(len(item) == len(data.learned) for item in epochs)
     assert {data.samples[item].crop.mirrored for item in epochs[0]} == {True, False}
     assert {data.samples[item].bucket for item in epochs[0]} >= {choose_bucket((128, 128), side) for side in (128, 160)}
     trainer.train(settings)
-    assert len([line for line in read_log(tmp_path / "out") if "loss" in line]) == 2 * len(data.training)
+    assert len([line for line in read_log(tmp_path / "out") if "loss" in line]) == 2 * len(data.learned)
