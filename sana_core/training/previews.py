@@ -29,7 +29,7 @@ from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padd
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
-from .states import Line, read_log, stranger, writing
+from .states import Line, foreign_file_error, read_log, writing
 from .trained_model import adapter_tensors, add_adapter, merged
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def check_own(file: Path) -> None:
                 raise
             is_own_sheet = False
     if not is_own_sheet:
-        raise stranger(file)
+        raise foreign_file_error(file)
 
 
 def images_in(out: Path) -> list[tuple[Path, re.Match[str]]]:

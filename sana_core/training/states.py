@@ -101,9 +101,10 @@ class SavedState(NamedTuple):
 
 
 def convert(value: Any, kind: Any, field: str = "") -> Any:
-    """Return the JSON `value` as a `kind`: a record, a type of JSON_TYPES, or one of these or None.
+    """Check that the JSON `value` is of the type `kind`, and return it as that type.
 
-    Raises ValueError for a missing or unknown value and for a value of another type.
+    `kind` is a NamedTuple, a TypedDict, a type of JSON_TYPES, or one of these | None. Raises ValueError for a missing
+    or unknown value and for a value of another type.
     """
     inner, prefix = get_args(kind), f"{field}." if field else ""
     if kind is Any or (value is None and type(None) in inner):
@@ -156,7 +157,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def stranger(path: Path) -> ExistingFileError:
+def foreign_file_error(path: Path) -> ExistingFileError:
     return ExistingFileError(
         f"out: {path} is not of this run, which would write there; move it away, or choose another folder"
     )
@@ -192,8 +193,8 @@ def check_config(config: Json, existing: Json, out: Path) -> None:
 def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> None:
     """Raise ExistingFileError for files in `out` that this run would write but has not written.
 
-    `names` are the files of its result. Raises InputError if the run in `out` has another config, or has come further
-    than `phases`. `config` has no digest of the model yet.
+    `names` are the files of its result. Raises InputError if the run in `out` has another config, or has already
+    reached a later phase than `phases`. `config` has no digest of the model yet.
     """
     existing, published = read_run(out)
     if existing is not None:
@@ -206,7 +207,7 @@ def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> 
     files = [out / name for name in names]
     foreign_files += [file for file in files if file.exists() and (file.is_dir() or digest_file(file) not in published)]
     if foreign_files:
-        raise stranger(min(foreign_files))
+        raise foreign_file_error(min(foreign_files))
     reached = read_document(states[-1][1]).progress.phase + 1 if states else 0
     if reached > phases:
         raise InputError(
@@ -216,23 +217,26 @@ def check_folder(out: Path, names: Iterable[str], phases: int, config: Json) -> 
 
 
 def check_places(out: Path) -> None:
-    """Raise ExistingFileError for files of others that have the name of a state."""
+    """Raise ExistingFileError for a file with the name of a state that no run has written."""
     paths = [path for path in (out / STEPS).glob("step-*") if NAME.fullmatch(path.name)]
     # A thread may remove a state meanwhile, so the path is checked last.
     foreign_files = [path for path in paths if not (path / STATE).is_file() and path.exists()]
     if foreign_files:
-        raise stranger(min(foreign_files))
+        raise foreign_file_error(min(foreign_files))
 
 
 def adopt_states(out: Path) -> None:
-    """Move complete states that an earlier run of `out` could not move to their place. The caller holds `out`."""
+    """Move complete states that an earlier run of `out` could not rename to steps/step-N.
+
+    The caller must have locked `out`.
+    """
     for part in sorted(part for run in (out / OWN).glob("*") if not run.is_symlink() for part in kept_states(run)):
         try:
             state = read_document(part, in_place=False)
             for name, digest in state.files.items():
                 check_file(part, name, digest)
         except CheckpointError:
-            # A power cut came before all of it was on the disk.
+            # After a power cut some of its files may not be on the disk.
             remove(part)
         else:
             folder = step_folder(out, state.progress.step)
@@ -264,10 +268,10 @@ def write_run(out: Path, parts: Path, run: RunRecord) -> None:
 
 
 def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, dict[str, torch.Tensor]]:
-    """Return the state in `folder` and its tensors, with the rows that this rank has in `layout`.
+    """Return the state in `folder` and its tensors. A sharded tensor has only this rank's rows in `layout`.
 
-    Each rank checks some of the files. Raises CheckpointError for a broken state, VersionError for a state of another
-    format, and InputError for 8-bit values of another number of shards.
+    The ranks divide the check of the files' digests. Raises CheckpointError for a broken state, VersionError for a
+    state of another format, and InputError for 8-bit values of another number of shards.
     """
     from safetensors import SafetensorError
 
@@ -281,11 +285,11 @@ def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, 
     except SanaError:
         raise
     except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
-        raise broken(folder, error) from error
+        raise broken_state_error(folder, error) from error
 
 
 def read_document(folder: Path, in_place: bool = True) -> SavedState:
-    """Return the content of the state.json in `folder`. Without `in_place`, the state has not been moved to its place.
+    """Return the content of the state.json in `folder`. With `in_place`, `folder` must be the folder of that step.
 
     Raises CheckpointError for a broken state, and VersionError for a state of another format.
     """
@@ -293,7 +297,7 @@ def read_document(folder: Path, in_place: bool = True) -> SavedState:
         document = json.loads(read_small(folder / STATE))
         damaged = document.pop("digest") != digest_json(document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise broken(folder, error) from error
+        raise broken_state_error(folder, error) from error
     if not damaged:
         try:
             state = convert(document, SavedState)
@@ -304,7 +308,7 @@ def read_document(folder: Path, in_place: bool = True) -> SavedState:
             ) from None
         damaged = in_place and step_folder(folder.parent.parent, state.progress.step) != folder
     if damaged:
-        raise broken(folder, f"{STATE} is damaged, its digest is another")
+        raise broken_state_error(folder, f"{STATE} is damaged, its digest is another")
     return state
 
 
@@ -313,12 +317,12 @@ def check_file(folder: Path, name: str, digest: str) -> None:
     try:
         damaged = digest_file(folder / name) != digest
     except OSError as error:
-        raise broken(folder, error) from error
+        raise broken_state_error(folder, error) from error
     if damaged:
-        raise broken(folder, f"{name} is damaged, its digest is another")
+        raise broken_state_error(folder, f"{name} is damaged, its digest is another")
 
 
-def broken(folder: Path, error: Exception | str) -> CheckpointError:
+def broken_state_error(folder: Path, error: Exception | str) -> CheckpointError:
     return CheckpointError(
         f"{folder.name}: broken state of a run ({brief(error)}); remove that folder to resume from the one before"
     )
@@ -337,7 +341,7 @@ def restore(
     Raises CheckpointError if the state is of another model or optimizer.
     """
 
-    def group(prefix: str) -> dict[str, torch.Tensor]:
+    def with_prefix(prefix: str) -> dict[str, torch.Tensor]:
         return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
     def fill_all(targets: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
@@ -348,11 +352,11 @@ def restore(
                 )
         fill(targets, stored)
 
-    fill_all(parameters, group("parameter."))
+    fill_all(parameters, with_prefix("parameter."))
     if average is not None:
-        fill_all(average, group("average."))
+        fill_all(average, with_prefix("average."))
     try:
-        restore_optimizer(optimizer, group("optimizer."), values)
+        restore_optimizer(optimizer, with_prefix("optimizer."), values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name}: values of the optimizer do not fit it ({brief(error)}); remove that folder, or name another"
@@ -535,9 +539,9 @@ def write_state(
 ) -> Callable[[], None]:
     """Write the `tensors` of `state` and the files of `export` into a folder in `parts`.
 
-    Returns a function that completes the state: it takes digests, waits for the disk and moves the folder to its place,
-    which takes longer than to write the files. The weights may change meanwhile. All ranks of `layout` call this, and
-    `export` is called on each. Only the first rank calls the returned function, once, in any thread.
+    The returned function computes digests, calls fsync and renames the folder to steps/step-N. That is slow and needs
+    no weights, so a thread calls it while training continues. Only the first rank calls it, once. All ranks of `layout`
+    call `write_state`, which calls `export` on all of them.
     """
     layout = layout or Layout()
     ranks, step = layout.ranks, state.progress.step
@@ -545,7 +549,7 @@ def write_state(
     digests: dict[str, str] = {}
 
     @contextmanager
-    def in_part() -> Iterator[None]:
+    def removing_on_error() -> Iterator[None]:
         try:
             with writing(folder):
                 yield
@@ -559,21 +563,21 @@ def write_state(
         part.mkdir()
 
     def complete() -> None:
-        with in_part():
+        with removing_on_error():
             for file in part.rglob("*"):
                 name = file.relative_to(part).as_posix()
                 if file.is_file() and name not in digests:
                     digests[name] = digest_file(file)
-            # Last and whole: a part with this file is a complete state, which adopt_states moves to its place later.
+            # Written last and whole. A folder with this file is a complete state, which adopt_states can move later.
             write_document(part, parts, state._replace(shards=layout.shard_count, files=digests))
             sync(part)
             folder.parent.mkdir(exist_ok=True)
             if folder.exists():
-                raise stranger(folder)
+                raise foreign_file_error(folder)
             # A virus scanner reads the new files, which takes long if the model is large.
             move_state(part, folder, SCAN_PATIENCE)
 
-    with in_part():
+    with removing_on_error():
         ranks.run_on_rank0(begin)
         export(part)
         for rank_digests in ranks.all_gather(save_tensors(layout, tensors, part)):
@@ -584,7 +588,8 @@ def write_state(
 def write_document(folder: Path, parts: Path, state: SavedState) -> None:
     """Write the state.json of the state in `folder` through the folder `parts`.
 
-    A killed process leaves its unfinished file in `parts`. In `folder` it would belong to the state for ever.
+    A killed process leaves its unfinished file in `parts`. Written in `folder` itself, such a file would stay in the
+    state.
     """
     records = {"progress": state.progress._asdict(), "best": state.best and state.best._asdict()}
     # JSON changes types, such as tuples to lists. The digest is of the document as it will be read.
@@ -614,7 +619,7 @@ def move_state(part: Path, folder: Path, patience: float | None = None) -> None:
 
 
 def remove_older(out: Path, parts: Path, keep: int, best: int | None) -> None:
-    """Remove all states except the newest `keep`, the state of step `best`, and states with files of others.
+    """Remove all states except the newest `keep`, the state of step `best`, and states with files of other programs.
 
     A state that another program has open stays until a later call. On Windows that may be ComfyUI, which maps the
     weights of a ControlNet.
@@ -651,9 +656,9 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
         if existing == digest:
             return file
         if existing not in read_run(out).published:
-            raise stranger(file)
+            raise foreign_file_error(file)
     check_file(state, lora, digest)
-    # The digest is noted before the file exists, in case the process is killed between the two.
+    # The digest is stored before the file exists, in case the process is killed between the two.
     note_published(out, parts, state)
     try:
         with writing(file), unfinished(file, parts, replace=True) as part:
@@ -669,7 +674,7 @@ def publish(out: Path, parts: Path, name: str, state: Path) -> Path:
 
 
 def note_published(out: Path, parts: Path, state: Path) -> None:
-    """Note the digests of the results in the folder `state` as published, so that copies of them are recognised."""
+    """Add the digests of the results of `state` to run.json, so that a later run may replace copies of them."""
     run = read_run(out)
     digests = set(read_document(state).results.values())
     if not digests <= set(run.published):
