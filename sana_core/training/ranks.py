@@ -42,12 +42,16 @@ T = TypeVar("T")
 # Timeout of a collective. It may wait for a rank that encodes or generates images meanwhile. The heartbeat notices dead
 # ranks.
 PATIENCE = timedelta(hours=24)
-# Harmless warnings. No code changes the output of a projection in place. The gradients of depthwise convolutions, 0.2 %
-# of all, are copied into their bucket.
-HARMLESS = ("FSDP2-wrapped module .* returned a view", "Grad strides do not match bucket view")
-# Time in which the processes of a run have to find each other, and seconds after which a waiting process logs a line.
+HARMLESS = (
+    # No code changes the output of a projection in place.
+    "FSDP2-wrapped module .* returned a view",
+    # The gradients of depthwise convolutions, 0.2 % of all, are copied into their bucket.
+    "Grad strides do not match bucket view",
+)
+# Time in which the processes of a run have to find each other.
 MEETING = timedelta(minutes=10)
-SILENCE = 2.0
+# Seconds after which a process that waits for the others logs a line.
+LOG_WAIT_AFTER = 2.0
 # Seconds between two heartbeats, and seconds without one after which a rank counts as dead.
 BEAT = 2.0
 LOST = 20.0
@@ -92,7 +96,6 @@ class Ranks(NamedTuple):
     def total(self, *values: float) -> list[float]:
         """Return the sums of `values` over all ranks. All of them have to call this."""
         if self.size == 1:
-            # A tensor has no data while `benchmarks/train_memory.py` counts a step.
             return list(values)
         return self.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
@@ -148,9 +151,9 @@ class Ranks(NamedTuple):
         """
         if not self.total(float(error is not None))[0]:
             return
-        said = self.all_gather(None if error is None else (type(error).__name__, str(error)))
+        errors = self.all_gather(None if error is None else (type(error).__name__, str(error)))
         if error is None:
-            number, (kind, text) = next((number, words) for number, words in enumerate(said) if words is not None)
+            number, (kind, text) = next((number, described) for number, described in enumerate(errors) if described)
             if kind in ("KeyboardInterrupt", "SystemExit"):
                 error = KeyboardInterrupt()
             else:
@@ -159,8 +162,10 @@ class Ranks(NamedTuple):
         raise error
 
     def all_know(self, error: BaseException) -> bool:
-        """Whether all ranks raise an error at this point. After any other error this rank must not enter a collective,
-        because the other ranks wait in another one."""
+        """Whether `agree` has raised this error, or its cause, on all ranks.
+
+        After any other error this rank must not enter a collective, because the other ranks wait in another one.
+        """
         if self.size == 1:
             return True
         cause: BaseException | None = error
@@ -179,15 +184,15 @@ def joined(device: str) -> Iterator[Ranks]:
     """Connect to the other processes that a launcher has started. Gives their ranks, ALONE without a launcher.
 
     `device` is the setting of that name. If a machine has several accelerators, each of its ranks takes another one. If
-    a rank dies or does not come, the TrainingError names it.
+    a rank dies or does not connect, the TrainingError names it.
     """
-    launch = launched()
-    if launch is None or launch[1] == 0:
-        say_unused()
-    if launch is None:
+    connection = connect_store()
+    if connection is None or connection[1] == 0:
+        warn_of_unused_settings()
+    if connection is None:
         yield ALONE
         return
-    store, rank, count = launch
+    store, rank, count = connection
     from torch.distributed import (
         Backend,
         get_default_backend_for_device,
@@ -238,10 +243,12 @@ def joined(device: str) -> Iterator[Ranks]:
             heartbeat.stop()
 
 
-def launched() -> tuple[Store, int, int] | None:
-    """Return the launcher's store, the rank and the number of ranks. None: no launcher has started this process.
+def connect_store() -> tuple[Store, int, int] | None:
+    """Connect to the launcher's store. Returns the store, the rank and the number of ranks.
 
-    Waits for the other processes, and logs this after SILENCE seconds.
+    None: no launcher has started this process.
+
+    Waits for the other processes, and logs this after LOG_WAIT_AFTER seconds.
     """
     if not torch.distributed.is_available():
         return None
@@ -260,10 +267,12 @@ def launched() -> tuple[Store, int, int] | None:
     # In a thread, because torch does not notice Ctrl+C while it waits, and waits forever if another program answers.
     thread = threading.Thread(target=connect, name="sana training rendezvous", daemon=True)
     thread.start()
-    thread.join(SILENCE)
+    thread.join(LOG_WAIT_AFTER)
     if not results:
-        log_line(f"waiting for the other processes of this run, as {launch()}; to train in one process, unset RANK")
-        thread.join(MEETING.total_seconds() - SILENCE)
+        log_line(
+            f"waiting for the other processes of this run, as {describe_launch()}; to train in one process, unset RANK"
+        )
+        thread.join(MEETING.total_seconds() - LOG_WAIT_AFTER)
     result = results[0] if results else None
     if isinstance(result, tuple):
         result[0].set_timeout(MEETING)
@@ -273,37 +282,38 @@ def launched() -> tuple[Store, int, int] | None:
             return None
         reason = " ".join(str(result).split())
         raise InputError(
-            f"launcher: got {launch()}, expected numbers in RANK, WORLD_SIZE and MASTER_PORT ({reason:.100}); set "
-            "them, or unset RANK to train in one process"
+            f"launcher: got {describe_launch()}, expected numbers in RANK, WORLD_SIZE and MASTER_PORT "
+            f"({reason:.100}); set them, or unset RANK to train in one process"
         ) from result
     if re.search("EADDRINUSE|[Aa]ddress already in use", str(result)):
         raise InputError(
-            f"MASTER_PORT: another program on this machine uses it, got {launch()}; set another port, or end that "
-            "program"
+            f"MASTER_PORT: another program on this machine uses it, got {describe_launch()}; set another port, or end "
+            "that program"
         ) from result
-    raise not_met(int(variable("RANK")), int(variable("WORLD_SIZE"))) from result
+    raise not_met_error(int(variable("RANK")), int(variable("WORLD_SIZE"))) from result
 
 
-def launch() -> str:
+def describe_launch() -> str:
     """Return the launcher's variables as text."""
     rank, count, host, port = map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return f"rank {rank:.10} of {count:.10} at {host:.80}:{port:.10}"
 
 
-def not_met(rank: int, count: int) -> TrainingError:
+def not_met_error(rank: int, count: int) -> TrainingError:
     return TrainingError(
         f"training: rank {rank} has not met the {count - 1} others in {MEETING.total_seconds():.0f} s; start them all"
     )
 
 
 def variable(name: str) -> str:
-    """Return the environment variable `name`, which accelerate reads. Empty: it is not set."""
+    """Return the environment variable `name`. Empty: it is not set. accelerate reads it, because this package must not
+    access the environment."""
     from accelerate.utils.environment import parse_choice_from_env
 
     return parse_choice_from_env(name, "")
 
 
-def say_unused() -> None:
+def warn_of_unused_settings() -> None:
     """Log the settings of accelerate launch that have no effect here."""
     values = {name: variable(f"ACCELERATE_{name.upper()}") for name in ACCELERATE}
     unused = [name for name, value in values.items() if value.lower() not in UNSET]
@@ -343,9 +353,9 @@ def meet(store: Store, rank: int, count: int) -> str:
 
     A launcher that restarts a run keeps its store, with the keys of dead processes. So each process writes a new
     identity, the first rank proposes a name together with the identities that it has read, and a process agrees only to
-    a proposal with its own identity. Logs after SILENCE seconds which ranks are missing.
+    a proposal with its own identity. Logs after LOG_WAIT_AFTER seconds which ranks are missing.
     """
-    identity, began, name, said = uuid4().hex, time.monotonic(), "", False
+    identity, began, name, has_logged = uuid4().hex, time.monotonic(), "", False
     end = began + MEETING.total_seconds()
     proposed: list[str] = []
 
@@ -375,11 +385,11 @@ def meet(store: Store, rank: int, count: int) -> str:
                     store.set(f"agreed/{rank}", name)
                     if store.check(["begun"]) and store.get("begun").decode() == name:
                         return name
-            if not said and time.monotonic() > began + SILENCE:
-                said = True
+            if not has_logged and time.monotonic() > began + LOG_WAIT_AFTER:
+                has_logged = True
                 log_line(f"waiting for {missing()} of this run, as rank {rank} of {count}")
             time.sleep(0.02)
-        raise not_met(rank, count)
+        raise not_met_error(rank, count)
     except SanaError:
         raise
     except RuntimeError as error:
@@ -536,8 +546,11 @@ def check_same(ranks: Ranks, values: Json, what: str) -> None:
 
 
 def all_values(settings: Any, prefix: str = "") -> Json:
-    """Return the values of `settings` by name. Of files and folders it returns the number, because their paths may
-    differ between machines. Their contents are compared later."""
+    """Return the values of `settings` by name.
+
+    For paths it returns only how many are set, because the same file may have different paths on the machines. The
+    contents are compared later.
+    """
     values: Json = {}
     for field, hint in get_type_hints(type(settings), include_extras=True).items():
         value, name = getattr(settings, field), prefix + field
