@@ -39,7 +39,8 @@ SMALLEST = 4096
 BUCKET = 1 << 23
 State = dict[str, torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
-# Yields sums over the local rows [n], and receives the sums over all rows.
+# Yields sums over the local rows [n], and receives the sums over all rows. It is a generator, so that one collective
+# can serve several parameters: `update_together` joins the sums that they yield.
 Update = Generator[torch.Tensor, torch.Tensor, None]
 Sums = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCK = 256

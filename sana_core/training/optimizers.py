@@ -220,8 +220,7 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         return
     with kept_weights(group["params"]):
         try:
-            switch = optimizer.eval  # type: ignore[attr-defined]
-            switch()
+            optimizer.eval()  # type: ignore[attr-defined]
             yield
         finally:
             with marking_failed_restore():
@@ -255,7 +254,7 @@ def step_rounded(
     assert parameter.grad is not None
     master = torch.nn.Parameter(parameter.detach().float())
     master.grad = parameter.grad.float()
-    # The optimizer reads the sizes of all shards from it.
+    # Copies the attribute `shard_sizes`, which the optimizer reads.
     vars(master).update(vars(parameter))
     groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [master]}]
     optimizer.state[master] = optimizer.state.pop(parameter, {})
@@ -264,7 +263,7 @@ def step_rounded(
     finally:
         optimizer.state[parameter] = optimizer.state.pop(master)
         optimizer.param_groups = groups
-    # The master of a parameter in fp32 has the parameter's memory.
+    # For an fp32 parameter `.float()` returned the same memory, so the step has already changed it.
     if parameter.dtype != torch.float32:
         parameter.copy_(round_stochastically(master.detach(), generator))
 
@@ -339,8 +338,8 @@ def fill(targets: Mapping, values: Mapping) -> None:
         target.copy_(values[name])
 
 
-# Entries of an optimizer's group that are no state. The schedule sets the rate at each step.
-SETTINGS = ("params", "optimizer", "lr")
+# Keys of a parameter group that are not saved. The schedule sets the rate at each step.
+NOT_SAVED = ("params", "optimizer", "lr")
 # The only state that is a single number.
 STEP = "step"
 
@@ -379,20 +378,20 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
             if not isinstance(value, torch.Tensor):
                 entry["values"][name] = value
             elif hasattr(value, "__tensor_flatten__"):
-                parts, attributes = value.__tensor_flatten__()
+                inner_names, attributes = value.__tensor_flatten__()
                 entry["subclasses"][name] = [
                     str(attribute) if isinstance(attribute, torch.dtype) else attribute for attribute in attributes
                 ]
-                for part in parts:
-                    tensors[f"{index}.{name}.{part}"] = getattr(value, part).contiguous()
+                for inner_name in inner_names:
+                    tensors[f"{index}.{name}.{inner_name}"] = getattr(value, inner_name).contiguous()
             else:
                 tensors[f"{index}.{name}"] = value.contiguous()
         parameters.append(entry)
     values: Json = {}
     for name, value in group.items():
-        if isinstance(value, torch.Tensor) and name not in SETTINGS:
+        if isinstance(value, torch.Tensor) and name not in NOT_SAVED:
             tensors[f"group.{name}"] = value.contiguous()
-        elif name not in SETTINGS and value != optimizer.defaults.get(name):
+        elif name not in NOT_SAVED and value != optimizer.defaults.get(name):
             values[name] = value
     return tensors, {"group": values, "parameters": parameters}
 
@@ -412,9 +411,9 @@ def restore_optimizer(
             number, _, name = key.partition(".")
             if number != str(index):
                 continue
-            name, _, part = name.partition(".")
-            if part:
-                inner[name][part] = tensor.to(parameter.device, copy=True)
+            name, _, inner_name = name.partition(".")
+            if inner_name:
+                inner[name][inner_name] = tensor.to(parameter.device, copy=True)
             elif name == STEP:
                 # torch and torchao count steps on the CPU. Only the fused kernels count on the device. Shards store the
                 # count as a tensor with one element.
