@@ -131,9 +131,11 @@ def flow_loss(
     """Return the squared error [B] of the velocity noise - x0 for latents `x0` [B, 32, h, w], in the noise's dtype.
 
     x = (1 - sigma) x0 + sigma noise, sigma [B] (SANA paper, section 2.3). `captions` are embeds [B, T, C] and mask
-    [B, T]. `weight` [B, 1, h, w], from 0 to 1, weights the mean. The loss of an untrained model is 1 + the variance of
-    x0, about 2. A trained model has about 0.7 at 1024 px, which cannot be reduced. `control` steers the model, with a
-    latent for each image.
+    [B, T]. `weight` [B, 1, h, w], from 0 to 1, weights the mean. `control` steers the model, with a latent for each
+    image.
+
+    The loss of an untrained model is 1 + the variance of x0, about 2. A trained model has about 0.7 at 1024 px, which
+    cannot be reduced.
     """
     embeds, mask = captions
     s = sigma.view(-1, 1, 1, 1)
@@ -263,7 +265,7 @@ def trigflow_velocity(
 
 @torch.no_grad()
 def tangent(transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, ramp: float = 1.0) -> torch.Tensor:
-    """Return how x0 changes along the trajectory at `point`, as cos(t) dx0/dt [B, 32, h, w].
+    """Return cos(t) dx0/dt [B, 32, h, w] along the trajectory at `point`.
 
     `ramp`, from 0 to 1, scales the terms with the model's own derivative. They are unstable at the start of a training
     (sCM, section 4.1, tangent warmup).
@@ -290,10 +292,10 @@ def consistency_loss(
 
     Its value is not an error. It is the length of the normalised tangent, divided by the size of the latents.
     """
-    step = DATA_STD * tangent(transformer, point, prompt, ramp)
-    step = step / (torch.linalg.vector_norm(step, dim=(1, 2, 3), keepdim=True) + SMALLEST_NORM)
+    change = DATA_STD * tangent(transformer, point, prompt, ramp)
+    change = change / (torch.linalg.vector_norm(change, dim=(1, 2, 3), keepdim=True) + SMALLEST_NORM)
     velocity = trigflow_velocity(transformer, point.x, point.angle, prompt)
-    return mean_error(velocity - velocity.detach() - step, weight) / (DATA_STD * torch.tan(point.angle))
+    return mean_error(velocity - velocity.detach() - change, weight) / (DATA_STD * torch.tan(point.angle))
 
 
 def consistency_error(
