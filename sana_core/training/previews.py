@@ -39,10 +39,19 @@ logger = logging.getLogger(__name__)
 # The text entry of a PNG that marks it as a sheet.
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")
-# The largest numbers of columns and rows of the sheet.
-COLUMNS, ROWS = 12, 100
-# In pixels: the larger side of an image, the heights of headings and curves, and gaps.
-SIDE, HEAD, CURVES, GAP = 192, 20, 160, 6
+# The largest number of columns of the sheet.
+COLUMNS = 12
+# The largest number of rows of the sheet.
+ROWS = 100
+# Pixels of the larger side of an image in the sheet.
+SIDE = 192
+# Pixels of the height of the headings.
+HEAD = 20
+# Pixels of the height of the curves.
+CURVES = 160
+# Pixels between images.
+GAP = 6
+# Colours of the sheet.
 PAPER, TEXT, LOSS, VALIDATION, BEST = "#fafaf8", "#282828", "#becde1", "#285096", "#d06010"
 
 
@@ -99,9 +108,10 @@ def encode_control(encode: EncodePixels, data: bytes, name: str, size: Bucket) -
 
 @contextmanager
 def as_saved(settings: TrainingSettings, models: list[Any]) -> Iterator[list[Any]]:
-    """Give `models` with the weights that another program loads from the exported files.
+    """Inside the context `models` have exactly the weights that the exported file gives another program.
 
-    These weights are in the dtype of the export. An adapter on an 8-bit base is loaded on the whole base.
+    The weights are rounded to settings.dtype, and an adapter is merged. An adapter on an 8-bit base is merged into the
+    base that was not quantised.
     """
     dtype = getattr(torch, settings.dtype)
     if settings.method.is_adapter:
@@ -192,9 +202,8 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
 def write_sheet(out: Path, parts: Path, best: int | None) -> None:
     """Write the sheet of the run in `out`, over its earlier sheet. It marks the step `best`.
 
-    Raises ExistingFileError for a file of others.
-
-    If it cannot be written for another reason, the log has the reason, and the next validation writes it again.
+    Raises ExistingFileError if another program has written a file with this name. If the sheet cannot be written for
+    another reason, the log has the reason, and the next validation writes it again.
     """
     file = out / SHEET
     try:
@@ -289,13 +298,13 @@ def draw_losses(draw: ImageDraw, lines: Sequence[Line], best: int | None, box: t
     left, top, right, bottom = box
     low, high, last = min(losses), max(losses), max(line["step"] for line in lines) or 1
 
-    def place(step: int, loss: float) -> tuple[float, float]:
+    def to_pixel(step: int, loss: float) -> tuple[float, float]:
         return left + step / last * (right - left), top + (high - loss) / max(high - low, 1e-9) * (bottom - top)
 
     for colour, points in ((LOSS, steps), (VALIDATION, validations)):
         if len(points) > 1:
-            draw.line([place(*point) for point in points], colour, 2)
+            draw.line([to_pixel(*point) for point in points], colour, 2)
     for step, loss in validations:
-        x, y = place(step, loss)
+        x, y = to_pixel(step, loss)
         draw.ellipse((x - 3, y - 3, x + 3, y + 3), BEST if step == best else VALIDATION)
     draw.text((left, bottom + 4), f"loss {low:.4f} to {high:.4f}, validation in blue, step {last}", TEXT)
