@@ -56,11 +56,13 @@ HIDDEN = re.compile(r"__MACOSX|@eaDir|PaxHeaders?(\.\d+)?")
 LARGEST_CAPTION, LARGEST_LIST, LARGEST_HEADER = 1_000_000, 1 << 30, 1 << 20
 # NVIDIA's tars have 10,000 samples.
 MOST_MEMBERS = 1_000_000
-# How many faults the log and an error name, and how many files the log names for each remark.
-NAMED, SHOWN = 20, 5
+# The most faults that the log and an error name.
+MAX_NAMED_FAULTS = 20
+# The most files that the log names for a remark.
+MAX_FILES_PER_REMARK = 5
 # Seconds to look for broken pixels, once another fault is known.
-CHECKED = 30.0
-# Remarks for the log.
+PIXEL_CHECK_SECONDS = 30.0
+# Remarks for the log. The names of the files follow.
 LEFT_OUT = "images are left out, which cannot be read here (.heic needs pip install pillow-heif; save others as PNG)"
 ALONE = "texts belong to no image"
 UNLISTED = "images are not in metadata.jsonl and are left out"
@@ -108,7 +110,7 @@ class Sample(NamedTuple):
 
 
 class Faults:
-    """The faults of a data set: how many there are, and the first NAMED of them."""
+    """The faults of a data set: how many there are, and the first MAX_NAMED_FAULTS of them."""
 
     def __init__(self, faults: Iterable[SanaError] = ()) -> None:
         self.first: list[SanaError] = []
@@ -118,7 +120,7 @@ class Faults:
 
     def add(self, fault: SanaError) -> None:
         self.count += 1
-        if len(self.first) < NAMED:
+        if len(self.first) < MAX_NAMED_FAULTS:
             self.first.append(without_traceback(fault))
 
     def check(self) -> None:
@@ -130,7 +132,7 @@ class Faults:
             logger.error("%s", fault)
         if self.count:
             first, names = self.first[0], ", ".join(map(name_in, self.first[1:]))
-            names += ", and more" if self.count > NAMED else ""
+            names += ", and more" if self.count > MAX_NAMED_FAULTS else ""
             raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log: {names}")
 
 
@@ -177,7 +179,7 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
         else:
             faults.add(sample)
     # An error should also name the images with a good header and broken pixels.
-    end = time.monotonic() + CHECKED
+    end = time.monotonic() + PIXEL_CHECK_SECONDS
     for sample in samples if faults.count else ():
         poll()
         if time.monotonic() > end:
@@ -186,8 +188,8 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
         if isinstance(image, SanaError):
             faults.add(image)
     for remark, names in remarks.items():
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        logger.warning("dataset: %d %s: %s%s", len(names), remark, ", ".join(names[:SHOWN]), more)
+        more = f" and {len(names) - MAX_FILES_PER_REMARK} more" if len(names) > MAX_FILES_PER_REMARK else ""
+        logger.warning("dataset: %d %s: %s%s", len(names), remark, ", ".join(names[:MAX_FILES_PER_REMARK]), more)
     faults.check()
     if skipped:
         warn_of_skipped(skipped)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # Pillow's names of the formats that are read, if Pillow supports them. HEIF needs pillow-heif. Other formats are rare:
 # the reader of EPS starts a program, and the plugin for JPEG XL decodes an image before its size can be checked.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF", "JPEG2000", "PPM", "QOI")
-# Endings of images and of layered and raw files. Those that cannot be read are named in the log.
+# Endings of other images and of layered and raw files. Files that Pillow cannot read here are left out, and the log
+# names them.
 OTHER_ENDINGS = (
     *(".heic", ".heics", ".heif", ".heifs", ".hif", ".avif", ".avifs", ".jxl", ".jp2", ".j2k", ".jpf", ".jpx", ".jxr"),
     *(".apng", ".mpo", ".dib", ".tga", ".dds", ".pcx", ".sgi", ".exr", ".hdr", ".psd", ".psb", ".xcf", ".kra", ".svg"),
@@ -215,9 +216,9 @@ def eight_bits(image: Image, name: str) -> Image:
 class Crop(NamedTuple):
     """The part of an image that is trained."""
 
-    # Fraction of the removed columns that is left of the part. 0.5: the middle.
+    # Fraction of the removed columns that are on the left side. 0.5: crop the middle.
     left: float = 0.5
-    # Fraction of the removed rows that is above the part.
+    # Fraction of the removed rows that are at the top. 0.5: crop the middle.
     top: float = 0.5
     mirrored: bool = False
 

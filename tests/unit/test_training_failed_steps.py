@@ -711,7 +711,7 @@ def test_other_faults_of_a_data_set_name_broken_images_as_well(tmp_path, monkeyp
     with pytest.raises(InputError, match=r"^1-0.png: has no caption.*; likewise 1 more .*: 1-2.png$"):
         dataset.read_dataset(tmp_path / "data")
     # A large data set is not decoded for that.
-    monkeypatch.setattr(dataset, "CHECKED", -1.0)
+    monkeypatch.setattr(dataset, "PIXEL_CHECK_SECONDS", -1.0)
     with pytest.raises(InputError, match=r"^1-0.png: has no caption, .*; an empty one is none$"):
         dataset.read_dataset(tmp_path / "data")
 
