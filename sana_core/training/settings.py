@@ -80,7 +80,7 @@ WIDTH = 100
 LARGEST_LIMIT = 10**5
 # A path. In a settings file it is relative to the file. Ranks on several machines may have different ones.
 Place = Annotated[str, "place"]
-# Checks the value of a field. It gets the field's name and value, and raises InputError.
+# Called with the field's name and value. Raises InputError for a value that is not allowed.
 Check = Callable[[str, Any], None]
 # {option: values}. The field has an effect only if each option has one of these values. (): any value except the
 # option's default. "kind" is in the same table, "method.kind" in the table method.
@@ -541,24 +541,25 @@ def check_fields(settings: Any, prefix: str = "") -> None:
                 check(prefix + name, item)
 
 
-def check_used(settings: Any, run: TrainingSettings, prefix: str = "", table: str = "") -> None:
-    """Raise InputError for a field of `settings` that is set without the options that it needs to have an effect.
+def check_used(table: Any, settings: TrainingSettings, prefix: str = "", table_name: str = "") -> None:
+    """Raise InputError for a field of `table` that is set without the options that it needs to have an effect.
 
-    Errors begin with `prefix` and the field's name. `table` precedes the names of the options.
+    `table` is `settings` or one of its tables. Errors begin with `prefix` and the field's name. `table_name` precedes
+    the names of the options.
     """
-    for row in fields(settings):
-        value = getattr(settings, row.name)
+    for row in fields(table):
+        value = getattr(table, row.name)
         if is_dataclass(value):
-            check_used(value, run, f"{row.name}.", f"{row.name}.")
+            check_used(value, settings, f"{row.name}.", f"{row.name}.")
         if value == row.default:
             continue
         for option, values in row.metadata.get("needs", {}).items():
             *other_table, name = option.split(".")
-            owner = getattr(run, other_table[0]) if other_table else settings
+            owner = getattr(settings, other_table[0]) if other_table else table
             chosen = getattr(owner, name)
             is_used = chosen in values if values else chosen != getattr(type(owner), name)
             if not is_used:
-                needed = option if other_table else table + option
+                needed = option if other_table else table_name + option
                 raise unused(prefix + row.name, value, f"{needed} {alternatives(list(values))}" if values else needed)
 
 
