@@ -36,7 +36,8 @@ from .trainer import Trainer
 ALLOCATED = 512
 # The most equal blocks that are counted.
 COUNTED = 3
-# Numbers of intervals outside of blocks: before the step, in it, and after it.
+# `LiveBytes.block` outside of a block. SETUP: before the step. BEGIN: in the step, before the first block. END: after
+# the step.
 SETUP, BEGIN, END = -1, -2, -3
 Shape = tuple[int, ...]
 Report = Callable[[str], None]
@@ -116,14 +117,14 @@ class LiveBytes(TorchDispatchMode):
     def track(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self.known:
-            held = -(-storage.nbytes() // ALLOCATED) * ALLOCATED
-            self.alive += held
+            size = -(-storage.nbytes() // ALLOCATED) * ALLOCATED
+            self.alive += size
             self.peak = max(self.peak, self.alive)
-            self.known[key] = weakref.ref(storage, partial(self.release, key, held))
+            self.known[key] = weakref.ref(storage, partial(self.release, key, size))
 
-    def release(self, key: int, held: int, reference: weakref.ref) -> None:
+    def release(self, key: int, size: int, reference: weakref.ref) -> None:
         del self.known[key]
-        self.alive -= held
+        self.alive -= size
 
     def mark(self, block: int) -> None:
         """End the interval, and begin an interval of `block`, unless it has begun."""
@@ -200,7 +201,7 @@ def count_step(
     """
     method, phase, compute = settings.method, settings.phase[0], getattr(torch, settings.dtype)
     groups, copies = block_groups(method, model), min(method.blocks, COUNTED)
-    few = sum(counted for _, _, counted in groups)
+    counted_blocks = sum(counted for _, _, counted in groups)
     if method.kind == "controlnet":
         # Its copies of blocks, and their projections.
         groups += [((), method.blocks, copies)] * 2
@@ -212,10 +213,11 @@ def count_step(
         numbers = range(first, first + counted)
         layers += [f"transformer_blocks.{number}.{name}" for number in numbers for name in names]
         if total > counted:
+            # The second-last counted block represents the blocks that are not counted.
             repeats[numbers[-2]] = total - counted
         first += counted
     with torch.inference_mode(False), torch.device("meta"):
-        transformer = build_transformer(model._replace(layers=few), pixels)
+        transformer = build_transformer(model._replace(layers=counted_blocks), pixels)
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(getattr(torch, method.weights) if method.kind == "full" else compute)
         trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers), blocks=copies)))

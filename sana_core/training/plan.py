@@ -160,8 +160,9 @@ class Plan(NamedTuple):
 def plan_training(settings: TrainingSettings, base: Base, cards: int = 1, accelerator: bool = True) -> Plan:
     """Return the memory of each of `cards` GPUs in a run with checked `settings`. Without `accelerator`: of the CPU.
 
-    The work of a stage is the least with which it can run. With more memory, latents are encoded and images decoded in
-    larger strips. Captions count with the largest number of tokens, images with the largest shape at their resolution.
+    `Stage.work` is the minimum with which the stage can run. With more memory, latents are encoded and images decoded
+    in larger strips. Captions count with the largest number of tokens, images with the largest shape at their
+    resolution.
     """
     item = getattr(torch, settings.dtype).itemsize
     width, height = largest_shape(max(phase.largest for phase in settings.phase))
@@ -199,7 +200,8 @@ def count_batch(
 ) -> StepMemory:
     """Return the memory of forward and backward of `batch` images of the largest shape in `phase`.
 
-    `accumulated`: the gradients of an earlier batch exist. `gathered` and `accelerator` are as in `count_step`.
+    `accumulated`: the gradients of an earlier batch exist. `gathered`: the trained weights have the precision of the
+    computation, in which FSDP gathers them. `accelerator`: autocast chooses the dtypes of GPUs.
     """
     width, height = largest_shape(phase.largest)
     method, largest = settings.method, max(phase.largest for phase in settings.phase)
