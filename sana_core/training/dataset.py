@@ -133,7 +133,7 @@ class Faults:
         if self.count:
             first, names = self.first[0], ", ".join(map(name_in, self.first[1:]))
             names += ", and more" if self.count > MAX_NAMED_FAULTS else ""
-            raise type(first)(f"{first}; likewise {self.count - 1} more of the data set, see the log: {names}")
+            raise type(first)(f"{first}; also {self.count - 1} more of the data set, see the log: {names}")
 
 
 def without_traceback(fault: SanaError) -> SanaError:

@@ -606,7 +606,7 @@ def check_name(name: str) -> None:
     if name.partition(".")[0].rstrip().casefold() in WINDOWS_NAMES:
         raise InputError(f"name: got {name!r:.40}, which Windows reserves for a device; choose another")
     if name.casefold() == "state":
-        raise InputError(f"name: got {name!r}, which is that of a state's own file; choose another")
+        raise InputError(f"name: got {name!r}, which is the name of a state's file; choose another")
     if len(name.encode()) > LONGEST_NAME:
         raise InputError(f"name: got {name!r:.40}, expected at most {LONGEST_NAME} bytes; choose a shorter one")
 

@@ -312,7 +312,7 @@ def test_errors_name_no_place_outside_of_comfyuis_folders_and_no_process(host, p
         host.run(graph)
     shutil.rmtree(host.output / "sana_training")
     graph["train"][1]["name"] = "State"
-    with pytest.raises(NodeError, match="^name: got 'State', which is that of a state's own file; choose another"):
+    with pytest.raises(NodeError, match="^name: got 'State', which is the name of a state's file; choose another"):
         host.run(graph)
     with pytest.raises(NodeError, match="^dataset: no image in bad empty, expected files"):
         look(host, pictures("bad empty", {"a.txt": "a"}))

@@ -30,7 +30,7 @@ def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):
 def test_missing_captions_are_counted_and_the_first_is_named(tmp_path, caplog):
     for name in ("a", "b", "c", "d"):
         save(tmp_path / "x" / f"{name}.png", caption=None if name in "bd" else "x")
-    with pytest.raises(InputError, match="^x/b.png: has no caption, expected b.txt beside it.*; likewise 1 more of"):
+    with pytest.raises(InputError, match="^x/b.png: has no caption, expected b.txt beside it.*; also 1 more of"):
         read_dataset(tmp_path)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["x/b.png", "x/d.png"]
 
@@ -244,7 +244,7 @@ def test_bad_lines_are_named_by_number(tmp_path, line, kind, said):
     file = write_lines(folder, {"file_name": "good.png", "text": "x"}, "", line)
     with pytest.raises(kind, match=f"^data.jsonl line 3: {said}"):
         read_dataset(file)
-    with pytest.raises(InputError, match="likewise 1 more"):
+    with pytest.raises(InputError, match="also 1 more"):
         read_dataset(write_lines(folder, "{", "[", name="two.jsonl"))
 
 
@@ -275,7 +275,7 @@ def test_broken_lines_of_a_list_keep_nothing_but_the_first_words(tmp_path):
     count, calls = 5000, []
     (tmp_path / "metadata.jsonl").write_bytes(b"[1]\n" * count + b"\n" * count)
     tracemalloc.start()
-    with pytest.raises(InputError, match=f"line 1: got a list .* likewise {count - 1} more of the data set"):
+    with pytest.raises(InputError, match=f"line 1: got a list .* also {count - 1} more of the data set"):
         read_dataset(tmp_path, lambda: calls.append(1))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -204,7 +204,7 @@ def test_images_that_break_in_a_streamed_run_lose_no_step(make, check_resumed, t
     restore(data, tmp_path / "copy")
     assert {kind for kind, _ in errors} <= {"ReadError", "MissingFileError", "InputError"}, errors
     # four images in a step, of which one error names all
-    assert all("likewise 3 more" in text and text.count(".png") == 4 for _, text in errors), errors
+    assert all("also 3 more" in text and text.count(".png") == 4 for _, text in errors), errors
     check_resumed(settings, ranks)
 
 
@@ -459,7 +459,7 @@ def test_a_broken_image_is_named_again_by_each_start_of_a_streamed_run_and_the_s
     state = {file.name: file.read_bytes() for file in newest(settings.out).iterdir() if file.is_file()}
     for _ in range(2):
         errors = fail(settings, ranks)
-        assert all("likewise" in text for _, text in errors), errors
+        assert all("; also " in text for _, text in errors), errors
         assert {file.name: file.read_bytes() for file in newest(settings.out).iterdir() if file.is_file()} == state
 
 
@@ -548,7 +548,7 @@ def test_one_error_names_all_images_whose_pixels_alone_are_broken(make):
         cut(files[index])
     with pytest.raises(ReadError) as raised:
         trainer.train(settings)
-    assert all(files[index].name in str(raised.value) for index in BROKEN) and "likewise 2 more" in str(raised.value)
+    assert all(files[index].name in str(raised.value) for index in BROKEN) and "also 2 more" in str(raised.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -667,7 +667,7 @@ def test_skip_broken_refuses_a_step_and_a_data_set_of_which_nothing_is_left(make
     streamed, cached = make(skip_broken=True), make("cached", stream=False, skip_broken=True)
     data = Path(streamed.phase[0].data[0])
     damage_images(data, change_pixels)
-    with pytest.raises(SanaError, match="likewise 3 more"):
+    with pytest.raises(SanaError, match="also 3 more"):
         trainer.train(streamed)
     with pytest.raises(InputError, match=r"^dataset: phase 1 has no image that can be read"):
         trainer.train(cached)
@@ -708,7 +708,7 @@ def test_other_faults_of_a_data_set_name_broken_images_as_well(tmp_path, monkeyp
     write_pictures(tmp_path / "data", 4)
     (tmp_path / "data" / "1-0.txt").unlink()
     cut(tmp_path / "data" / "1-2.png")
-    with pytest.raises(InputError, match=r"^1-0.png: has no caption.*; likewise 1 more .*: 1-2.png$"):
+    with pytest.raises(InputError, match=r"^1-0.png: has no caption.*; also 1 more .*: 1-2.png$"):
         dataset.read_dataset(tmp_path / "data")
     # A large data set is not decoded for that.
     monkeypatch.setattr(dataset, "PIXEL_CHECK_SECONDS", -1.0)
