@@ -94,7 +94,10 @@ WRONG = {
     "a space at its end": ("name = 'a '" + WHOLE, "name: got 'a ', expected the name of a file"),
     "a dot at its end": ("name = 'a.'" + WHOLE, "name: got 'a.', expected the name of a file"),
     "a device of Windows": ("name = 'Nul.b'" + WHOLE, "name: got 'Nul.b', which Windows reserves for a device; choose"),
-    "a state's own name": ("name = 'STATE'" + WHOLE, "name: got 'STATE', .* a state's own file; choose another"),
+    "a state's own name": (
+        "name = 'STATE'" + WHOLE,
+        "name: got 'STATE', .* the name of a state's file; choose another",
+    ),
     "a name that no disk takes": (f"name = '{'x' * 241}'" + WHOLE, "name: got .*, expected at most 240 bytes; choose"),
     "a longer one in bytes": (
         "name = '" + "\u4e00" * 81 + "'" + WHOLE,
