@@ -92,12 +92,12 @@ class Counter(TorchDispatchMode):
         if name == "convolution" and any(map(is_channels_last, args[:2])):
             # cuDNN returns channels-last. A torch without CUDA cannot know which library will convolve.
             out = torch.empty_like(out, memory_format=torch.channels_last)
-        read, written = tensors(args, kwargs), tensors(out)
+        inputs, outputs = tensors(args, kwargs), tensors(out)
         if not (name in FREE or (hasattr(func, "is_view") and func.is_view)):
-            self.count(name, read, written)
+            self.count(name, inputs, outputs)
         # Weights, inputs and views of them are not counted.
-        self.track(read, counted=False)
-        self.track(written)
+        self.track(inputs, counted=False)
+        self.track(outputs)
         return out
 
     def count(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return what `tree_leaves` returns."""
+    """Return the leaves of `value`, as `tree_leaves` does."""
     kind = type(value)
     if kind is dict:
         value, kind = value.values(), tuple
@@ -22,7 +22,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return what `tree_map` returns."""
+    """Return `value` with `function` applied to its leaves, as `tree_map` does."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([mapped(function, item) for item in value])

@@ -89,10 +89,10 @@ def in_strips(
         for block in encoder.down_blocks[stage]:
             # A downsampling block belongs to the stage before it, with the finer resolution.
             x = global_block(block, x, plan.attention_rows, stages.downscale // 2**stage, workspace, poll)
-    whole = x.rows(0, x.height)
-    latents = encoder.conv_out(whole)
+    states = x.rows(0, x.height)
+    latents = encoder.conv_out(states)
     if encoder.out_shortcut:
-        latents += whole.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)
+        latents += states.unflatten(1, (-1, encoder.out_shortcut_average_group_size)).mean(dim=2)
     return latents
 
 

@@ -222,9 +222,9 @@ def count_step(
             parameter.data = parameter.data.to(getattr(torch, method.weights) if method.kind == "full" else compute)
         trainer = Trainer(replace(settings, method=replace(method, layers=tuple(layers), blocks=copies)))
         trainer.set_up(transformer, 1.0)
-        trained = [parameter for parameter in trainer.models[-1].parameters() if parameter.requires_grad]
-        for parameter in trained if gathered and settings.uses_autocast else ():
-            parameter.data = parameter.data.to(compute)
+        for parameter in trainer.models[-1].parameters() if gathered and settings.uses_autocast else ():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(compute)
     with counting() as live:
         to_fake(trainer.models, "cpu")
         if accelerator and settings.uses_autocast:

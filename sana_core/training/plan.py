@@ -240,7 +240,7 @@ def training_stage(
     shards = shards_of(settings, cards)
     # Several GPUs have gradients from the beginning: DDP in its buckets, and FSDP in the rows of its shards.
     accumulated = rounds > 1 or cards > 1 or parallel.kind != DDP
-    step = count_batch(settings, base, phase, batch, accumulated, False, accelerator)
+    step = count_batch(settings, base, phase, batch, accumulated, accelerator=accelerator)
     state, optimizer_work = count_update(settings, base, step, shards)
     if parallel.kind == DDP:
         sent = round(ring(cards) * 2 * step.gradients)
@@ -252,7 +252,7 @@ def training_stage(
     block_bytes = (model_bytes - outside_bytes) // base.model.layers
     # While a block is computed, its gathered weights, the layers outside of blocks and its fp32 gradients are whole.
     gathered = outside_bytes + step.largest_block * FP32_BYTES
-    compute = count_batch(settings, base, phase, batch, accumulated, True, accelerator)
+    compute = count_batch(settings, base, phase, batch, accumulated, gathered=True, accelerator=accelerator)
     # At the end all gradients exist. At the beginning of the first microbatch none do.
     begin = compute.peak_before_first_block + gathered + GATHERED * block_bytes
     begin -= step.gradients // shards if rounds == 1 else 0
@@ -295,11 +295,11 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
     together = len(settings.validation.prompts) if accelerator else 1
     kind, phase = settings.parallel.kind, settings.phase[0]
     shards = shards_of(settings, cards)
-    step = count_batch(settings, base, phase, 1, False, False, accelerator)
+    step = count_batch(settings, base, phase, 1, False, accelerator=accelerator)
     weights, (state, _) = step.weights, count_update(settings, base, step, shards)
     if kind != DDP:
         # The whole model is gathered in the precision of the forward, beside the rows of this GPU.
-        weights = count_batch(settings, base, phase, 1, False, True, accelerator).weights
+        weights = count_batch(settings, base, phase, 1, False, gathered=True, accelerator=accelerator).weights
         if kind == OFFLOADED:
             state = 0
         else:

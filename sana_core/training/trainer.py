@@ -113,8 +113,9 @@ def train(
 ) -> Path:
     """Train, or resume from the newest state in `settings.out`.
 
-    Returns the path of the LoRA or weights with the best validation in the last phase, or without held-out images from
-    the last step. An error raised by a callback cancels the run. The same call resumes it. Call this on all `ranks`.
+    Returns the path of the LoRA or weights with the best validation in the last phase. Without held-out images it is
+    the path of the last step's LoRA or weights. An error raised by a callback cancels the run. The same call resumes
+    it. Call this on all `ranks`.
 
     Raises InputError for data or settings that cannot be used, and for settings that differ between ranks. Raises
     InUseError if another run writes into the folder, TrainingError for a loss that is not finite, and CheckpointError
@@ -681,7 +682,7 @@ class Trainer:
         The weights are copied to disk here. A thread completes the state and removes old ones.
         """
         self.wait_for_save()
-        # Another process may have taken the folder. Its error says more than the failure to write there.
+        # Another process may have taken the folder. InUseError explains this better than a failure to write there.
         self.ranks.run_on_rank0(self.check_held)
         complete: Callable[[], None] | None = None
         step = self.progress.step

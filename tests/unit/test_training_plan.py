@@ -64,7 +64,7 @@ def committed():
     return json.loads((ROOT / "benchmarks" / "train_memory.json").read_text())["steps"]
 
 
-# Tests share what the plans of a model have counted. Only `released_base` itself begins without counts.
+# The tests share the counts of a model. `released_base` begins without counts.
 shared_base = cache(released_base)
 
 
