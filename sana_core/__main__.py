@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from .commands import batch, convert, decode, doctor, generate, inspect, plan, train
 from .errors import FailedImagesError, SanaError, first_line
+from .runtime.text import one_line
 
 COMMANDS = {
     "generate": generate,
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
     except (SanaError, OSError) as error:
         message = str(error) if isinstance(error, SanaError) else system_failure(error)
-        sys.stderr.write(f"{on_one_line(message)}\n")
+        sys.stderr.write(f"{one_line(message)}\n")
         # All other images were written, so a script can tell this from a run that ended early.
         return 3 if isinstance(error, FailedImagesError) else 1
     except (RuntimeError, MemoryError) as error:
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             failure, remedy = "the device has failed", "check the log of its driver, or choose other devices"
         else:
             raise
-        sys.stderr.write(f"devices: {failure} ({on_one_line(first_line(error))}); {remedy}\n")
+        sys.stderr.write(f"devices: {failure} ({one_line(first_line(error))}); {remedy}\n")
         return 1
 
 
@@ -76,11 +77,6 @@ def system_failure(error: OSError) -> str:
     name = "a file" if error.filename is None else f"{error.filename!s:.240}"
     reason = error.strerror or type(error).__name__
     return f"{name}: cannot be read or written ({reason}); check its name, permissions and disk"
-
-
-def on_one_line(text: str) -> str:
-    """Return `text` with unprintable characters escaped as in Python. The name of a file may contain some."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def command_line() -> int:

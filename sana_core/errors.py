@@ -1,8 +1,8 @@
 """All errors that a user can meet, one class for each kind of remedy.
 
-sana_core and nodes raise these classes instead of a bare ValueError or OSError. The message is one line of ASCII words:
-"field or file: got X, expected Y; remedy". The remedy is left out if Y implies it. The message must be understandable
-without a traceback. Each class also derives from a built-in error, so `except ValueError` and `except
+sana_core and nodes raise these classes instead of a bare ValueError or OSError. The message is one line of ASCII words
+and values: "field or file: got X, expected Y; remedy". The remedy is left out if Y implies it. The message must be
+understandable without a traceback. Each class also derives from a built-in error, so `except ValueError` and `except
 FileNotFoundError` work. Errors of other libraries are passed on if callers handle their kind, such as out of memory and
 interruption. docs/errors.md contains all messages, and tests/unit/test_errors.py compares it with the code.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .runtime.text import one_line
+
 if TYPE_CHECKING:
     from typing import Any
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class SanaError(Exception):
-    """The base class. The message contains the reason."""
+    """The base class. The message is one line that any log can write, whatever the values in it contain."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
     def __init_subclass__(cls) -> None:
         # ComfyUI names the modules of a pack by the path of its folder, and shows an error's class with its module.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,9 +20,9 @@ from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 from ...sana_core.model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
-from ...sana_core.runtime.text import brief
+from ...sana_core.runtime.text import brief, get_logger, one_line
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TWO_WORKERS = "cpu x 2"
 CLUSTER = "cluster"
@@ -75,7 +74,7 @@ def without_places() -> Iterator[None]:
             folder_paths.base_path,
             HERE,
         ):
-            text = text.replace(str(Path(root).absolute() / "x")[:-1], "")
+            text = text.replace(one_line(str(Path(root).absolute() / "x"))[:-1], "")
         if text == str(error):
             raise
         logger.error("%s", error)

@@ -1,6 +1,5 @@
 """Shows text under a node and an image on it."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,13 +9,21 @@ from comfy_execution.utils import get_executing_context
 from PIL import Image
 from server import PromptServer
 
-logger = logging.getLogger(__name__)
+from ...sana_core.runtime.text import get_logger, one_line
+
+logger = get_logger(__name__)
 
 
 def show_under_node(text: str, node_id: str) -> None:
-    """Write `text` under the node and into the log."""
-    logger.info(text)
-    PromptServer.instance.send_progress_text(text, node_id)
+    """Write the lines of `text` under the node and into the log."""
+    for line in text.splitlines():
+        logger.info(line)
+    write_under_node(text, node_id)
+
+
+def write_under_node(text: str, node_id: str) -> None:
+    """Write the lines of `text` under the node."""
+    PromptServer.instance.send_progress_text("\n".join(map(one_line, text.splitlines())), node_id)
 
 
 def show_under_running_node(text: str) -> None:
@@ -48,9 +55,9 @@ class Notes:
             text = "\n".join(self.lines)
         logger.warning(line)
         if self.node_id is not None:
+            write_under_node(text, self.node_id)
             server = PromptServer.instance
-            server.send_progress_text(text, self.node_id)
-            server.send_sync("sana_note", {"text": line}, server.client_id)
+            server.send_sync("sana_note", {"text": one_line(line)}, server.client_id)
 
 
 def show_on_running_node(image: Image.Image, bar_total: int) -> None:
@@ -71,6 +78,6 @@ def progress_under_running_node() -> Callable[[str], None]:
     def show(text: str) -> None:
         if time.monotonic() - shown[0] > 1:
             shown[0] = time.monotonic()
-            PromptServer.instance.send_progress_text(text, node_id)
+            write_under_node(text, node_id)
 
     return show

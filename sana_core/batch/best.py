@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
@@ -16,12 +15,12 @@ from ..checkpoints.clip import clip_files
 from ..checkpoints.fingerprint import digest_files, digest_json
 from ..errors import CheckpointError, InputError
 from ..runtime.checks import RENAME, check_text, check_whole
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from .pipeline import Request
 from .plan import LARGEST_COUNT, FailedImage, Generated, ImageSpec, Workload, failed_images
 from .scorer import Scorer, load_scorer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Generates the images of a request, on the devices of this machine or on a cluster.
 Backend = Callable[[Request], Generator[Generated, None, None]]

@@ -7,7 +7,6 @@ manifest. The manifest lists the images for people and other programs.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -19,11 +18,11 @@ from typing import NamedTuple
 from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, patiently, reason_of, remove, sync_folder, write_whole
 from ..runtime.folder_lock import Hold
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from .plan import LARGEST_SEED, ImageSpec
 from .png import describe_image, file_name, is_damaged, parse_finite, read_entry, write_image
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
 # Entries of an image that was chosen by its score.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import torch
 from ..errors import CheckpointError, InputError, SanaError, first_line
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, Polled, no_poll
+from ..runtime.text import get_logger
 from .batch_size import has_room_for_encoder, largest_chunk
 from .encoding import Action, EncodingPlan
 from .loop import GRACE, Outcome, Started, run_batch, stop_if_all_fail
@@ -34,7 +34,7 @@ from .plan import Chunk, FailedImage, Generated, Step
 from .progress import WorkerReport
 from .queue import Queue
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 R = TypeVar("R")
 GenerateChunk = Callable[[Chunk], Sequence[R | FailedImage]]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import InputError
 from ..runtime.accelerator import is_out_of_memory
+from ..runtime.text import get_logger
 from .plan import Chunk, FailedImage, ImageSpec, Workload
 from .queue import Queue
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 R = TypeVar("R")
 # A chunk never counts as hanging before this many seconds.

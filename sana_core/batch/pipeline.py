@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,7 +42,9 @@ from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, W
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-logger = logging.getLogger(__name__)
+from ..runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The range of ComfyUI's LoRA loaders.

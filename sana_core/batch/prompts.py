@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import NamedTuple
 
 from ..errors import InputError
 from ..runtime.checks import check_text
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from ..runtime.user_files import read_user_file
 from .plan import LARGEST_SEED
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BOM = "\ufeff"
 LINE_END = re.compile(r"\r\n|\r|\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..model.known_models import MAX_TOKENS
 from ..model.reference import AUTO
 from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from . import Checkpoint, inspect_checkpoint
 from .checkpoint import Source
 from .generation import shift_of, text_reference
@@ -23,7 +22,7 @@ from .load import build_module
 from .lora import peft_file
 from .tokenizer import load_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The digest of a file with at least this many bytes is stored. A smaller file is read quickly.
 LARGE = 1 << 26

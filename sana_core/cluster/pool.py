@@ -6,7 +6,6 @@ It requests a few more on any machine, so that the cluster's autoscaler adds mac
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -16,13 +15,13 @@ from typing import Any
 
 from ..batch.progress import counted
 from ..errors import ClusterError
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .actors import ActorError, ActorHandle, ClusterRun, DriverError, MachineError, last_line, with_name
 from .clock import WatchClock
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT, POLL_INTERVAL
 from .worker import Job
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Actors that may die or lose their GPU one after another without one image between them: starts on a machine, and
 # actors on a GPU.

@@ -7,7 +7,6 @@ When this process ends, the head ends its actors half a minute later.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -18,7 +17,7 @@ import torch
 from ..batch.progress import OnStatus, no_status
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .actors import ActorCache, ClusterRun, Work, put_weights
 from .background import LostError, call_in_thread, iterate_in_thread
 from .clock import WatchClock
@@ -28,7 +27,7 @@ from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIM
 if TYPE_CHECKING:
     from ray.client_builder import ClientContext
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 T = TypeVar("T")
 
 

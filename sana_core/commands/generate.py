@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 
 from ..batch.pipeline import local_devices
@@ -16,7 +15,7 @@ from ..generate import generate
 from ..model.known_models import VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
@@ -31,7 +30,7 @@ from .options import (
     show_status,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\

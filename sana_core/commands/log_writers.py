@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,10 +10,10 @@ from pathlib import Path
 from ..checkpoints.fingerprint import digest_json
 from ..errors import VersionError, first_line
 from ..runtime.atomic_files import make_folder
-from ..runtime.text import brief
+from ..runtime.text import brief, get_logger
 from ..training.states import Line
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WriteLine = Callable[[Line], None]
 BOARD = "tensorboard"

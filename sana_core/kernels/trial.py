@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 
 from ..errors import first_line
 from ..runtime.accelerator import is_out_of_memory
+from ..runtime.text import get_logger
 
 WITHOUT = ("cpu", "meta")
 CHANNELS = 64
@@ -39,7 +39,7 @@ def refused_kernels(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
             reasons[name] = first_line(error)
     if reasons:
         why = "; ".join(dict.fromkeys(reasons.values()))
-        logging.getLogger(__name__).warning(
+        get_logger(__name__).warning(
             "no fused kernels for %s on %s in %s (%.400s); plain torch", ", ".join(reasons), device, dtype, why
         )
     return reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,9 @@ from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
 if TYPE_CHECKING:
     from transformers import Gemma2Model
 
-logger = logging.getLogger(__name__)
+from ..runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 # Characters beyond this are not tokenized, which would take long. MAX_TOKENS tokens have far fewer characters.
 LONGEST_TEXT = 100_000

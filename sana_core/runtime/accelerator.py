@@ -7,15 +7,15 @@ MPS.
 from __future__ import annotations
 
 import gc
-import logging
 import re
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ..errors import InputError
+from .text import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Errors that mean that memory ran out, although torch raises them as a plain RuntimeError (or as AcceleratorError).
 # Callers halve the work, and give the device up when the smallest piece of work fails as well.

@@ -12,7 +12,6 @@ or path. It contains digests of the machine's name and of the run's token, which
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 import time
@@ -27,8 +26,9 @@ from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
 from .atomic_files import digest_of, is_named, lock, patiently, read_small, remove, write_whole
+from .text import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The subfolder of the held folder that contains the lock, the record and unfinished files.
 OWN = ".sana-batch"

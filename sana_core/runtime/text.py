@@ -1,12 +1,41 @@
-"""Values as text in errors and logs, and the type of JSON objects."""
+"""Text from outside in errors, logs and nodes, and the type of JSON objects.
+
+Names of files, prompts and the content of files may contain anything: half surrogates, line breaks, megabytes. Every
+SanaError and every line of a log passes through `one_line`, so its caller may insert any value.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 # A JSON object: a configuration, an index or metadata.
 Json = dict[str, Any]
+
+# Characters of an error or of a line in a log. An error that lists the choices of a loader may be long.
+LONGEST_LINE = 2000
+# Characters at the end of a line that is too long. Errors end with their remedy.
+TAIL = 400
+
+
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """Return `text` as one line that any log can write, with at most about `longest` characters.
+
+    Unprintable characters are escaped as in Python: line breaks, marks that reverse the direction, and half surrogates,
+    which no encoding can write. Characters that stdout or stderr cannot encode are escaped too. ComfyUI's thread that
+    runs graphs ends if it cannot write its log.
+    """
+    if len(text) > longest:
+        tail = min(TAIL, longest // 2)
+        text = f"{text[: longest - tail - 5]} ... {text[-tail:]}"
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    for stream in (sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def shown(file: Path) -> str:
@@ -21,6 +50,23 @@ def brief(value: object, length: int = 60) -> str:
     """
     if isinstance(value, OSError) and value.strerror:
         value = value.strerror
-    text = str(value) if isinstance(value, str | Exception) else repr(value)[: 10 * length]
-    text = ascii(" ".join(text[: 10 * length].split()))[1:-1]
+    if not isinstance(value, str | Exception):
+        # The repr of a nested value takes exponential time if its parts are shared.
+        limited = Repr()
+        limited.maxlevel, limited.maxstring, limited.maxother = 3, 10 * length, 10 * length
+        value = limited.repr(value)
+    text = ascii(" ".join(str(value)[: 10 * length].split()))[1:-1]
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+class OneLineLogger(logging.LoggerAdapter):
+    """Writes each message as one line."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if self.isEnabledFor(level):
+            self.logger.log(level, "%s", one_line(str(msg) % args if args else str(msg)), **kwargs)
+
+
+def get_logger(name: str) -> OneLineLogger:
+    """Return the logger of a module."""
+    return OneLineLogger(logging.getLogger(name), {})

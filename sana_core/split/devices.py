@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from ..model.row_shards import Shard, shard_specs
 from ..model.sharded_ops import make_shard
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.text import get_logger
 from .threads import Aborted, ExchangeBoard, ThreadExchange
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CPU = torch.device("cpu")
 # Seconds between two polls of the thread that waits.

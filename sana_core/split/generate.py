@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +34,9 @@ from .speed import relative_speeds
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
-logger = logging.getLogger(__name__)
+from ..runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 
 def check_devices(devices: Sequence[torch.device]) -> None:

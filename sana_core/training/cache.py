@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -36,7 +35,7 @@ from ..model.text import encode_prompts
 from ..runtime.atomic_files import digest_of, read_small, reason_of, write_whole
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .dataset import Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
 from .images import CROP_RULE, MIDDLE, decode_image, fit_image
 from .settings import TrainingSettings
@@ -45,7 +44,7 @@ from .settings import TrainingSettings
 EncodePixels = Callable[[torch.Tensor], torch.Tensor]
 # encode(caption, with_instruction) returns embeds [1, T, C] and mask [1, T].
 EncodeCaption = Callable[[str, bool], tuple[torch.Tensor, torch.Tensor]]
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Tensors = dict[str, torch.Tensor]
 # Version of the entries. A new version encodes all of them again.
 VERSION = 1

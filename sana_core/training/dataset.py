@@ -14,7 +14,6 @@ tools/ImgDataset2WebDatasetMS.py writes such tars, and wids-meta.json lists them
 from __future__ import annotations
 
 import json
-import logging
 import re
 import tarfile
 import time
@@ -30,13 +29,13 @@ from ..runtime.atomic_files import reason_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
 from ..runtime.file_ranges import FileRange, opened_range, read_range
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .images import MIDDLE, OTHER_ENDINGS, Bucket, Crop, decode_image, image_endings, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The list of a folder of Hugging Face, and the list of WebDataset's tars.
 METADATA, WIDS_INDEX = "metadata.jsonl", "wids-meta.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,9 @@ from .trained_model import adapter_tensors, add_adapter, merged
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-logger = logging.getLogger(__name__)
+from ..runtime.text import get_logger
+
+logger = get_logger(__name__)
 # The text entry of a PNG that marks it as a sheet.
 MARK = "sana_training"
 IMAGE = re.compile(r"step-(\d{7,})-(\d{2,})\.png")

@@ -8,7 +8,6 @@ between the CPUs, gradients over the backend of the device.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import sys
@@ -31,13 +30,13 @@ import torch
 
 from ..errors import InputError, SanaError, TrainingError, first_line
 from ..runtime.accelerator import chosen_device, set_current_device
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .settings import Place, TrainingSettings
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 T = TypeVar("T")
 # Timeout of a collective. It may wait for a rank that encodes or generates images meanwhile. The heartbeat notices dead
 # ranks.

@@ -8,7 +8,6 @@ epoch's number, and encodes nothing.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -22,13 +21,14 @@ from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
 from ..runtime.checks import check_whole
 from ..runtime.file_ranges import FileRange
+from ..runtime.text import get_logger
 from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .images import Bucket, Crop, choose_bucket, is_smaller
 from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 # `warn_of_rate` warns if the schedule is further than the steps of the phase by more than this fraction.
 LONGER = 0.05
 # The batches of one step, as indices of samples.

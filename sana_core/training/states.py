@@ -13,7 +13,6 @@ Each state is complete or does not exist. Nothing else in `out` is ever replaced
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import time
@@ -47,13 +46,13 @@ from ..runtime.atomic_files import (
     write_whole,
 )
 from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, get_logger
 from .dataset import PICTURES, RUN, STEPS
 from .optimizers import OptimizerValues, fill, optimizer_state, restore_optimizer
 from .schedule import Best, TrainProgress
 from .sharding import SHARDS, TENSORS, Layout, read_tensors, save_tensors
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOG = "log.jsonl"
 # The digest of the model in the config.

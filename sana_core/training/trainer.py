@@ -9,7 +9,6 @@ loss, the ranks and their shards, the saved states, and the validation's images 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from ..runtime.atomic_files import digest_of, make_folder, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from . import optimizers, schedule, sharding, states, trained_model
 from .cache import (
     Batch,
@@ -77,7 +76,7 @@ from .states import Line, RunLog
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Called with the log line of each step and of each validation, and at the end with `step`, `validation_loss` and
 # `first` of the best validation.

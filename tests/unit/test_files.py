@@ -29,6 +29,13 @@ def test_what_an_error_quotes_is_short_and_in_ascii(value, text):
     assert brief(value) == text
 
 
+def test_a_quoted_value_whose_parts_are_shared_takes_no_time():
+    value = ()
+    for _ in range(100):
+        value = (value, value)
+    assert len(brief(value)) <= 60
+
+
 def test_a_key_that_stands_twice_is_refused():
     with pytest.raises(CheckpointError, match=r"^a/b: not JSON \(a key stands twice in it\); download it again$"):
         parse_json('{"a": {"b": 1, "b": 2}}', "a/b")

@@ -5,7 +5,6 @@ The machines load the same files as MODEL and VAE. They receive encoded prompts.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -38,7 +37,9 @@ if TYPE_CHECKING:
 
     from .inputs import BatchInputs
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 REMEDY = "remove it, or choose all in devices"
 # Entries of a CONDITIONING of SANA Text Encode, in addition to the embeddings.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import logging
 import math
 import threading
 from collections import Counter
@@ -51,7 +50,9 @@ if TYPE_CHECKING:
     import comfy.sd
     from comfy.model_patcher import ModelPatcher
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 # Key of our wrappers in a ModelPatcher.
 KEY = "sana_batch"

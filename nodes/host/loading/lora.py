@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,9 @@ from .weights import read
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 PREFIX = "diffusion_model."
 
 

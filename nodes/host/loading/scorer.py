@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +25,9 @@ from .vae import SanaAutoencoder, check_decodable
 if TYPE_CHECKING:
     import comfy.sd
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 # Pixels of an image on the sheet, of the line below it, and of its text.
 SIDE, LINE, LETTERS = 256, 30, 18

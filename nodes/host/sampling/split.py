@@ -7,7 +7,6 @@ the devices in transformer_options.
 
 from __future__ import annotations
 
-import logging
 import math
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +34,9 @@ if TYPE_CHECKING:
 
     from .prompts import PromptBatch
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 # Below this many pixels a step may be too short, because Python launches for one device after another.
 WORTHWHILE = 2048 * 2048

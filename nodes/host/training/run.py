@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 
     from .datasets import Dataset
 
-logger = logging.getLogger(__name__)
+from ....sana_core.runtime.text import get_logger
+
+logger = get_logger(__name__)
 
 # A run's memory is multiplied by this, because allocators lose memory to fragmentation.
 FRAGMENTS = 1.1
