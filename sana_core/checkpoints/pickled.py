@@ -1,19 +1,21 @@
 """NVIDIA's .pth: torch's zip of a pickle and storages, read without torch.load and without unpickling anything.
 
-A trainer's checkpoint also contains the optimizer and the states of random generators, which are numpy's. Only the
-weights are read. The pickle is a program for a stack machine, and `evaluate` runs it on plain values: it calls no
-function that the pickle names. A pickle that names anything but tensors and numpy arrays is refused all the same.
+Of a trainer's checkpoint only the weights are read. torch.load(weights_only=True) refuses the states of numpy's random
+generator that it may contain, and a storage whose key is a deeply nested tuple ends its process by a segfault.
 """
 
 from __future__ import annotations
 
 import pickletools
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from types import SimpleNamespace
+from typing import NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 
@@ -21,75 +23,66 @@ from ..errors import CheckpointError, ReadError
 from ..runtime.text import brief, shown
 from .files import REDOWNLOAD, opened
 
-LARGEST_PICKLE = 16_000_000
+# Bytes of the pickle, and of the archive's table.
+LARGEST_PICKLE = LARGEST_TABLE = 16_000_000
 # Operations of a pickle. A tensor needs about 25.
 MOST_OPERATIONS = 1_000_000
 MOST_MEMBERS = 100_000
-MOST_DIMENSIONS = 16
-LARGEST_SIDE = 2**48
-# the last bytes of an archive without a comment: a signature and 18 bytes more
-ARCHIVE_END = b"PK\5\6"
-ARCHIVE_END_SIZE = 22
+LONGEST_TEXT = 1000
+LARGEST_NUMBER = 2**48
+# Items of a tuple: the dimensions of a shape, or the arguments of a call.
+MOST_ITEMS = 16
+# The last bytes of an archive without a comment are a signature and 18 bytes more.
+ARCHIVE_END, ARCHIVE_END_SIZE = b"PK\5\6", 22
 # Where a member's header in an archive has the lengths of its name and its extra field, and the bytes of that header.
 LENGTHS, MEMBER_HEADER = 26, 30
-TENSOR, PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
-SIZE, DICT = "torch Size", "collections OrderedDict"
-# Names that a pickle of weights may contain, in addition to the storages and dtypes of torch.
-NAMED = {DICT, SIZE, TENSOR, PARAMETER, "torch device"}
-# What numpy's arrays and numbers name. Their values are skipped.
-NUMPY = {
-    *(f"numpy.{core}.multiarray {name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-    *("numpy ndarray", "numpy dtype", "_codecs encode", "__builtin__ bytes"),
-}
-STORAGES = {
-    "torch DoubleStorage": torch.float64,
-    "torch FloatStorage": torch.float32,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
-    "torch LongStorage": torch.int64,
-    "torch IntStorage": torch.int32,
-    "torch ShortStorage": torch.int16,
-    "torch CharStorage": torch.int8,
-    "torch ByteStorage": torch.uint8,
-    "torch BoolStorage": torch.bool,
-}
-# Operations of a pickle that push a number or a text.
-NUMBERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
-TEXTS = {"STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-BYTES = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"}
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 # Names of the weights in a trainer's checkpoint, and of their moving average.
 WEIGHTS, EMA = "state_dict", "state_dict_ema"
 INSTEAD = "use the .safetensors file of the diffusers repository"
 
+# What a call in a pickle creates. Its function is never looked up.
+Call = Enum("Call", "DICT FIRST_ARGUMENT TENSOR")
+DTYPES = {"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
+DTYPES |= {"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8}
+DTYPES |= {"Bool": torch.bool}
+# Everything that a pickle may name. Other storages, dtypes, devices and numpy's arrays and numbers are skipped.
+NAMED: dict[str, Call | torch.dtype | None] = {
+    **{f"torch {name}": None for name in vars(torch) if name.endswith("Storage")},
+    **{f"torch {name}": None for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{f"numpy.{core}.multiarray {name}": None for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
+    **dict.fromkeys(("torch device", "numpy ndarray", "numpy dtype", "_codecs encode", "__builtin__ bytes")),
+    **{f"torch {name}Storage": dtype for name, dtype in DTYPES.items()},
+    "torch Size": Call.FIRST_ARGUMENT,
+    "torch._utils _rebuild_parameter": Call.FIRST_ARGUMENT,
+    "torch._utils _rebuild_tensor_v2": Call.TENSOR,
+    "collections OrderedDict": Call.DICT,
+}
+# The operations of a pickle that push a text, a number or another constant, and those that take values from the stack:
+# a number of them, or all above the last mark. `evaluate` names the others that a pickle may contain.
+CONSTANTS = {"BINUNICODE", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "NONE", "NEWTRUE", "NEWFALSE"}
+CONSTANTS |= {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "EMPTY_LIST"}
+TAKEN = {"TUPLE1": 1, "APPEND": 1, "BUILD": 1, "POP": 1, "BINPERSID": 1}
+TAKEN |= {"TUPLE2": 2, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "TUPLE3": 3}
+MARKED = {"TUPLE", "SETITEMS", "APPENDS", "POP_MARK"}
 
-class Global(NamedTuple):
-    """A function or class that a pickle names. It is never looked up."""
 
-    name: str
-
-
-class Storage(NamedTuple):
-    """The numbers of one or more tensors."""
+@dataclass(frozen=True)
+class Storage:
+    """The numbers of one or more tensors: `size` bytes of the file from `begin` on."""
 
     dtype: torch.dtype
-    # Bytes in the file.
     begin: int
     size: int
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True)
+class Stored:
     """A tensor. Offset and strides count elements of the storage."""
 
     storage: Storage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return prod(self.shape) * self.storage.dtype.itemsize
 
 
 class PickledWeights(NamedTuple):
@@ -106,268 +99,163 @@ def read_pickled(
 
     `ema`: return the moving average of the weights.
     """
-    listed_tensors = list_pickled(file, ema).tensors
+    chosen = list_pickled(file, ema).tensors
     tensors: dict[str, torch.Tensor] = {}
     storages: dict[Storage, torch.UntypedStorage] = {}
     with opened(file) as (stream, size):
-        mapped_file = map_storage(file, size) if mapped else None
-        for name, tensor in listed_tensors.items():
+        try:
+            mapped_file = torch.UntypedStorage.from_file(str(file), False, size) if mapped else None
+        except RuntimeError as error:
+            raise ReadError(f"{shown(file)}: cannot be read ({brief(error)}); see its rights and its disk") from error
+        for name, tensor in chosen.items():
             if names is not None and name not in names:
                 continue
             storage = tensor.storage
-            if storage not in storages:
-                end = storage.begin + storage.size
-                if mapped_file is None or not storage.size:
-                    storages[storage] = read_storage(file, stream, storage)
-                else:
-                    storages[storage] = mapped_file[storage.begin : end]
+            if storage not in storages and mapped_file is not None and storage.size:
+                storages[storage] = mapped_file[storage.begin : storage.begin + storage.size]
+            elif storage not in storages:
+                numbers = torch.empty(storage.size, dtype=torch.uint8)
+                stream.seek(storage.begin)
+                if storage.size and stream.readinto(numbers.numpy().data) != storage.size:
+                    raise CheckpointError(f"{shown(file)}: was shortened while it was read; {REDOWNLOAD}")
+                storages[storage] = numbers.untyped_storage()
             empty = torch.empty(0, dtype=storage.dtype)
             tensors[name] = empty.set_(storages[storage], tensor.offset, tensor.shape, tensor.stride)
     return tensors
 
 
-def map_storage(file: Path, size: int) -> torch.UntypedStorage:
-    """Return the whole file, mapped into memory."""
-    try:
-        return torch.UntypedStorage.from_file(str(file), False, size)  # type: ignore[return-value]
-    except RuntimeError as error:
-        raise ReadError(f"{shown(file)}: cannot be read ({brief(error)}); see its rights and its disk") from error
-
-
-def read_storage(file: Path, stream: BufferedReader, storage: Storage) -> torch.UntypedStorage:
-    """Return the bytes of a storage."""
-    values = torch.empty(storage.size, dtype=torch.uint8)
-    stream.seek(storage.begin)
-    if storage.size and stream.readinto(values.numpy().data) != storage.size:
-        raise CheckpointError(f"{shown(file)}: was shortened while it was read; {REDOWNLOAD}")
-    return values.untyped_storage()
-
-
 def list_pickled(file: Path, ema: bool = False) -> PickledWeights:
     """Return the positions of the weights in a .pth, or with `ema` of their moving average."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        raise CheckpointError(
-            f"{shown(file)}: got torch {torch.__version__}, expected 2.6 or newer for .pth; use .safetensors"
-        )
     with opened(file) as (stream, size):
-        content, storages = open_archive(file, stream, size)
-    operations = read_operations(file, content)
-    try:
-        document = evaluate(operations, storages)
-    # What a broken pickle leads to: values of other types, and an empty stack.
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(
-            f"{shown(file)}: torch cannot read it safely ({reason}); {REDOWNLOAD}, or {INSTEAD}"
-        ) from None
+        try:
+            document = evaluate(*open_archive(stream, size))
+        # What zipfile and pickletools raise for broken files, and too few values on the stack.
+        except (BadZipFile, EOFError, LookupError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{shown(file)}: got {size} bytes ({brief(error, 80)}), expected a state_dict as torch 1.6 or newer "
+                f"saves it; {REDOWNLOAD}, or {INSTEAD}"
+            ) from None
     document = document if isinstance(document, dict) else {}
     average = document.get(EMA) if isinstance(document.get(EMA), dict) else None
     if ema and average is None:
         raise CheckpointError(
             f"{shown(file)}: got no {EMA}, expected a training's checkpoint with a moving average; leave out ema"
         )
-    weights = document.get(WEIGHTS, document if average is None else average)
-    chosen = average if ema else weights
-    tensors = {name: value for name, value in (chosen or {}).items() if isinstance(value, Stored)}
+    weights = average if ema else document.get(WEIGHTS, document if average is None else average)
+    entries = weights.items() if isinstance(weights, dict) else ()
+    tensors = {name: value for name, value in entries if isinstance(value, Stored)}
     if not tensors:
         raise CheckpointError(
             f"{shown(file)}: got a pickle without weights, expected a state_dict of tensors; use another file"
         )
-    check_sizes(file, tensors, size)
-    return PickledWeights(tensors, average is not None and chosen is not average)
-
-
-def open_archive(file: Path, stream: BufferedReader, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the pickle of a .pth of `size` bytes, and {key: (first byte, bytes)} of its storages."""
-    # The archive has to end with its table, so that no other program finds another table.
-    stream.seek(max(size - ARCHIVE_END_SIZE, 0))
-    if not stream.read(len(ARCHIVE_END)) == ARCHIVE_END:
-        raise CheckpointError(
-            f"{shown(file)}: corrupt, incomplete, or saved by a torch before 1.6: got no zip archive of "
-            f"{size} bytes; {REDOWNLOAD}, or {INSTEAD}"
-        )
-    try:
-        with ZipFile(stream) as archive:
-            members = archive.infolist()
-            pickles = [member for member in members if member.filename.endswith("data.pkl")]
-            packed = any(m.compress_type != ZIP_STORED or m.compress_size != m.file_size for m in members)
-            if packed or len(members) > MOST_MEMBERS or sum(m.file_size for m in members) > size:
-                raise CheckpointError(
-                    f"{shown(file)}: got an archive that is compressed, or larger inside than outside, which "
-                    f"torch never saves; {INSTEAD}"
-                )
-            if len(pickles) != 1 or pickles[0].file_size > LARGEST_PICKLE or members[0].header_offset:
-                raise CheckpointError(f"{shown(file)}: got an archive that torch has not saved; {REDOWNLOAD}")
-            content, folder = archive.read(pickles[0]), pickles[0].filename.removesuffix("data.pkl")
-            order = [member for member in members if member.filename == f"{folder}byteorder"]
-            if order and archive.read(order[0]) != b"little":
-                raise CheckpointError(f"{shown(file)}: got the byte order of another computer; {INSTEAD}")
-            inside = [member for member in members if member.filename.startswith(f"{folder}data/")]
-            return content, {m.filename.removeprefix(f"{folder}data/"): place_of(stream, m, size) for m in inside}
-    except (BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{shown(file)}: corrupt or incomplete, got {size} bytes ({brief(error)}); {REDOWNLOAD}"
-        ) from None
-
-
-def place_of(stream: BufferedReader, member: ZipInfo, size: int) -> tuple[int, int]:
-    """Return at which byte of the file the content of a member begins, and its bytes' number."""
-    stream.seek(member.header_offset + LENGTHS)
-    lengths = stream.read(MEMBER_HEADER - LENGTHS)
-    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-    begin = member.header_offset + MEMBER_HEADER + name + extra
-    if begin + member.file_size > size:
-        raise ValueError(f"a member ends at byte {begin + member.file_size}")
-    return begin, member.file_size
-
-
-def read_operations(file: Path, content: bytes) -> list[tuple[str, Any]]:
-    """Return the operations of a pickle and their arguments.
-
-    Raises CheckpointError for a pickle that names anything but tensors and numpy arrays.
-    """
-    operations: list[tuple[str, Any]] = []
-    try:
-        for operation, argument, _ in pickletools.genops(content):
-            name = operation.name
-            if name == "GLOBAL" and not (argument in NAMED or argument in NUMPY or is_torch_type(str(argument))):
-                raise CheckpointError(
-                    f"{shown(file)}: got a pickle that calls {brief(argument)}, expected nothing but tensors; {INSTEAD}"
-                )
-            if len(operations) > MOST_OPERATIONS or name in ("EMPTY_SET", "FROZENSET", "STACK_GLOBAL", "EXT4"):
-                raise CheckpointError(f"{shown(file)}: got a pickle that is no state_dict's; {INSTEAD}")
-            operations.append((name, argument))
-        return operations
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{shown(file)}: corrupt or incomplete pickle ({brief(error)}); {REDOWNLOAD}") from None
-
-
-def is_torch_type(name: str) -> bool:
-    """Whether a pickle's global, "module name", is one of torch's storages or dtypes."""
-    module, _, attribute = name.partition(" ")
-    return module == "torch" and (
-        attribute.endswith("Storage") or isinstance(getattr(torch, attribute, None), torch.dtype)
-    )
-
-
-def evaluate(operations: list[tuple[str, Any]], storages: Mapping[str, tuple[int, int]]) -> object:
-    """Return the value of a pickle: dicts with texts and numbers as keys, tuples, texts, numbers and Stored tensors.
-
-    Everything else is None: lists, arrays, objects, and the results of all calls that make no tensor. Nothing is
-    called or imported. Raises ValueError, TypeError, KeyError, IndexError or AttributeError for a broken pickle.
-    """
-    stack: list = []
-    marks: list[list] = []
-    memo: dict[object, object] = {}
-    for name, argument in operations:
-        if name in CONSTANTS:
-            stack.append(CONSTANTS[name])
-        elif name in NUMBERS or name in TEXTS:
-            stack.append(argument)
-        elif name in BYTES or name == "EMPTY_LIST":
-            stack.append(None)
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name == "EMPTY_TUPLE":
-            stack.append(())
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            stack[-count:] = [tuple(stack[-count:])]
-        elif name == "MARK":
-            marks.append(stack)
-            stack = []
-        elif name in ("TUPLE", "LIST", "DICT", "SETITEMS", "APPENDS", "POP_MARK"):
-            items, stack = stack, marks.pop()
-            if name == "TUPLE":
-                stack.append(tuple(items))
-            elif name == "LIST":
-                stack.append(None)
-            elif name == "DICT":
-                stack.append(set_items({}, items))
-            elif name == "SETITEMS":
-                set_items(stack[-1], items)
-        elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            set_items(stack[-1], [key, value])
-        elif name in ("APPEND", "POP", "BUILD"):
-            stack.pop()
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[argument])
-        elif name == "GLOBAL":
-            stack.append(Global(str(argument)))
-        elif name == "BINPERSID":
-            stack.append(storage_of(stack.pop(), storages))
-        elif name in ("REDUCE", "NEWOBJ"):
-            arguments, function = stack.pop(), stack.pop()
-            stack.append(result_of(function, arguments))
-        elif name == "STOP":
-            return stack.pop()
-        elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"the operation {name}")
-    raise ValueError("it has no end")
-
-
-def set_items(target: object, items: list) -> object:
-    """Set the keys and values `items` of a dict. Objects that are skipped stay None."""
-    if isinstance(target, dict):
-        pairs = zip(items[::2], items[1::2], strict=True)
-        # Other keys are not used. The hash of a tuple that nests deeply would end the process.
-        target.update({key: value for key, value in pairs if isinstance(key, str | int | float)})
-    return target
-
-
-def storage_of(reference: object, storages: Mapping[str, tuple[int, int]]) -> Storage | None:
-    """Return the storage that a pickle refers to, None for one of complex or quantised numbers.
-
-    The size in the reference is not used: the member's size is true.
-    """
-    if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
-        raise ValueError("a reference to no storage")
-    dtype = STORAGES.get(reference[1].name)
-    return None if dtype is None else Storage(dtype, *storages[reference[2]])
-
-
-def result_of(function: object, arguments: object) -> object:
-    """Return the tensor, parameter, size or dict that a pickle creates by a call, None for every other call."""
-    if not isinstance(arguments, tuple):
-        raise ValueError("a call without arguments")
-    name = function.name if isinstance(function, Global) else ""
-    if name == DICT:
-        return {}
-    if name in (SIZE, PARAMETER):
-        return arguments[0]
-    if name != TENSOR or arguments[0] is None:
-        return None
-    storage, offset, shape, stride = arguments[:4]
-    numbers = (offset, *shape, *stride)
-    if not isinstance(storage, Storage) or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS:
-        raise ValueError("a tensor without storage or shape")
-    if any(type(number) is not int or not 0 <= number <= LARGEST_SIDE for number in numbers):
-        raise ValueError(f"a tensor of {brief(shape)}")
-    if 0 not in shape:
-        last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
-        if (last + 1) * storage.dtype.itemsize > storage.size:
-            raise ValueError(f"a tensor of {brief(shape)} in {storage.size} bytes")
-    return Stored(storage, offset, shape, stride)
-
-
-def check_sizes(file: Path, tensors: dict[str, Stored], size: int) -> None:
-    """Raise CheckpointError for tensors that share or repeat their storage, and so are more than the file."""
-    odd = [name for name, tensor in tensors.items() if not isinstance(name, str) or tensor.size > tensor.storage.size]
-    if odd:
-        raise CheckpointError(
-            f"{shown(file)}: got a tensor {brief(odd[0])} that is no plain one of bytes in the file; {INSTEAD}"
-        )
-    total = sum(tensor.size for tensor in tensors.values())
-    if total > size:
+    sizes = [(prod(tensor.shape) * tensor.storage.dtype.itemsize, tensor.storage.size) for tensor in tensors.values()]
+    total = sum(tensor_size for tensor_size, _ in sizes)
+    if total > size or any(tensor_size > storage_size for tensor_size, storage_size in sizes):
         raise CheckpointError(
             f"{shown(file)}: got tensors of {total} bytes in a file of {size}, expected each to have its own; {INSTEAD}"
         )
+    return PickledWeights(tensors, average is not None and weights is not average)
+
+
+def open_archive(stream: BufferedReader, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return the pickle of a .pth of `size` bytes, and {key: (first byte, bytes)} of its storages."""
+    # The archive has to end with its table, so that no other program finds another table.
+    stream.seek(max(size - ARCHIVE_END_SIZE, 0))
+    if stream.read(len(ARCHIVE_END)) != ARCHIVE_END:
+        raise ValueError("no whole zip archive")
+    # ZipFile reads the table at once, and the table may claim any size.
+    bounded = SimpleNamespace(seek=stream.seek, tell=stream.tell, seekable=stream.seekable)
+    bounded.read = lambda count=-1: stream.read(min(count, LARGEST_TABLE))
+    with ZipFile(bounded) as archive:  # type: ignore[call-overload]
+        members = archive.infolist()
+        packed = any(m.compress_type != ZIP_STORED or m.compress_size != m.file_size for m in members)
+        if packed or len(members) > MOST_MEMBERS or sum(member.file_size for member in members) > size:
+            raise ValueError("an archive that is compressed, or larger inside than outside")
+        pickles = [member for member in members if member.filename.endswith("data.pkl")]
+        if len(pickles) != 1 or pickles[0].file_size > LARGEST_PICKLE or members[0].header_offset:
+            raise ValueError("an archive that torch has not saved")
+        content, folder = archive.read(pickles[0]), pickles[0].filename.removesuffix("data.pkl")
+        storages = {}
+        for member in members:
+            if member.filename == f"{folder}byteorder" and archive.open(member).read(6) != b"little":
+                raise ValueError("the byte order of another computer")
+            stream.seek(member.header_offset + LENGTHS)
+            lengths = int.from_bytes(stream.read(2), "little") + int.from_bytes(stream.read(2), "little")
+            begin = member.header_offset + MEMBER_HEADER + lengths
+            if begin + member.file_size > size:
+                raise ValueError("a member that ends after the file")
+            if member.filename.startswith(f"{folder}data/"):
+                storages[member.filename.removeprefix(f"{folder}data/")] = (begin, member.file_size)
+        return content, storages
+
+
+def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
+    """Return the value of a pickle, which is a program for a stack machine. Nothing is called or imported.
+
+    A value is a text, a whole number, a Call, a dtype, a Storage, a Stored tensor, a dict with texts as keys, a tuple
+    of whole numbers, or a list of the arguments of a call. Everything else is None: lists, objects, other tuples, and
+    the results of other calls. Only dicts can nest. Only texts and numbers are hashed, compared or formatted.
+    """
+    stack: list = []
+    marks: list[list] = []
+    # The keys are texts, because a file could choose numbers whose hashes collide in a dict.
+    memo: dict[str, object] = {}
+    for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        name, arity, items = operation.name, TAKEN.get(operation.name, 0), []
+        if count > MOST_OPERATIONS or arity > len(stack):
+            raise ValueError("more operations or fewer values than a state_dict has")
+        if arity:
+            items = stack[-arity:]
+            del stack[-arity:]
+        elif name in MARKED:
+            items, stack = stack, marks.pop()
+        match name:
+            case "BINPUT" | "LONG_BINPUT":
+                memo[f"value {argument}"] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[f"value {argument}"])
+            case _ if name in CONSTANTS:
+                is_text = isinstance(argument, str) and len(argument) <= LONGEST_TEXT and argument.isprintable()
+                is_number = isinstance(argument, int) and 0 <= argument <= LARGEST_NUMBER
+                stack.append(argument if is_text or is_number else None)
+            case "MARK":
+                marks.append(stack)
+                stack = []
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" | "TUPLE":
+                is_shape = {*map(type, items)} <= {int}
+                group = tuple(items) if is_shape else [None if isinstance(item, list) else item for item in items]
+                stack.append(group if len(items) <= MOST_ITEMS else None)
+            case "BINPERSID" | "REDUCE" | "NEWOBJ":
+                # a reference, or a function and its arguments
+                match items:
+                    case [["storage", torch.dtype() as dtype, str(key), _, _]] if key in storages:
+                        stack.append(Storage(dtype, *storages[key]))
+                    case [Call.DICT, _]:
+                        stack.append({})
+                    case [Call.FIRST_ARGUMENT, [value, *_]]:
+                        stack.append(value)
+                    case [Call.TENSOR, [Storage() as storage, int(offset), tuple(shape), tuple(stride), *_]]:
+                        last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
+                        if 0 not in shape and (last + 1) * storage.dtype.itemsize > storage.size:
+                            raise ValueError(f"a tensor of {shape} in {storage.size} bytes")
+                        stack.append(Stored(storage, offset, shape, stride))
+                    # Complex and quantised numbers have no dtype and no storage here. Other calls are not used.
+                    case [["storage", None, str(), _, _]] | [Call.TENSOR, [None, *_]] | [None, _]:
+                        stack.append(None)
+                    case _:
+                        raise ValueError("a tensor or storage without all of its parts")
+            case "PROTO" | "STOP" | "APPEND" | "APPENDS" | "BUILD" | "POP" | "POP_MARK":
+                pass
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM" | "SETITEMS":
+                if isinstance(stack[-1], dict):
+                    pairs = zip(items[::2], items[1::2], strict=True)
+                    stack[-1].update((key, value) for key, value in pairs if isinstance(key, str))
+            case "GLOBAL":
+                if argument not in NAMED:
+                    raise ValueError(f"a pickle that calls {brief(argument)}")
+                stack.append(NAMED[argument])
+            case _:
+                raise ValueError(f"the operation {name}")
+    return stack.pop()

@@ -135,10 +135,7 @@ def test_nothing_in_a_file_is_executed(tmp_path, name, by_torch):
         torch.save(content, file)
     else:
         file.write_bytes(pickle.dumps(content))
-    with pytest.raises(
-        ValueError,
-        match="corrupt, incomplete|corrupt or incomplete|calls (io|_io) open, expected nothing but tensors; use the",
-    ):
+    with pytest.raises(ValueError, match=r"corrupt or incomplete|\((no whole zip|a pickle that calls (io|_io) open\))"):
         sana_core.load_transformer(file)
     assert not (tmp_path / "executed").exists()
 

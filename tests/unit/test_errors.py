@@ -15,7 +15,7 @@ BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsEr
 # Functions whose exceptions are caught in the same file and never reach the user.
 CAUGHT = {"load_quantised", "protobuf_fields", "read_small", "unique", "varint"}
 # checkpoints/pickled.py
-CAUGHT |= {"evaluate", "place_of", "result_of", "storage_of"}
+CAUGHT |= {"evaluate", "open_archive"}
 # training/states.py turns them into errors of the state.
 CAUGHT |= {"convert", "read_shards", "restore_optimizer"}
 MESSAGES = [pytest.param(text, id=f"{path.stem}:{line}") for path in SOURCES for line, text in sorted(messages(path))]
