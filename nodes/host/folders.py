@@ -21,6 +21,7 @@ from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 from ...sana_core.model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
 from ...sana_core.runtime.text import brief, get_logger, one_line
+from .compat.internals import survive_deleted_folders
 
 logger = get_logger(__name__)
 
@@ -244,7 +245,8 @@ def run_path(name: str) -> Path:
 
 
 def add_result_folders() -> None:
-    """Let ComfyUI list the results of training on the canvas."""
+    """Let ComfyUI list the results of training on the canvas, also after their folders were deleted."""
+    survive_deleted_folders()
     for kind in RESULTS:
         folder_paths.add_model_folder_path(kind, str(Path(folder_paths.get_output_directory()) / kind))
 

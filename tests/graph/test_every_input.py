@@ -3,7 +3,6 @@
 import hashlib
 import random
 import shutil
-import sys
 from dataclasses import fields, is_dataclass
 
 import layouts
@@ -265,8 +264,6 @@ def files(host):
     results = [host.output / name for name in ("sana_training", "loras", "controlnet")]
     for path in (*places, *results):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    # ComfyUI's lists of files fail on a folder that is gone.
-    sys.modules["folder_paths"].filename_list_cache.clear()
 
 
 def sources():

@@ -80,6 +80,7 @@ CALLS = {
     "comfy.utils.ProgressBar.update_absolute": ("value total preview", "training_view.py, batch_devices.py"),
     "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, preview.py"),
     "comfy.utils.string_to_seed": ("data", "batch_cluster.py"),
+    "folder_paths.cached_filename_list_": ("folder_name", "compat.py (survive_deleted_folders)"),
     "folder_paths.get_input_subfolders": ("", "folders.py"),
     "latent_preview.get_previewer": ("device latent_format", "batch_devices.py, batch_cluster.py"),
     "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "batch_devices.py"),

@@ -244,8 +244,6 @@ def test_the_folders_of_extra_model_paths_count(host, tmp_path, checkpoint):
         assert single.model.model_config.text.startswith("SANA 31.7M,")
     finally:
         folder_paths.folder_names_and_paths.update(saved)
-        # the lists that core keeps name the folder, which pytest deletes
-        folder_paths.filename_list_cache.clear()
 
 
 def options_of(host, node, field):

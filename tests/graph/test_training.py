@@ -40,12 +40,8 @@ def captions(host):
 def runs(host):
     """The folder that SANA Train writes into."""
     yield host.output / "sana_training"
-    import folder_paths
-
     for name in ("sana_training", "loras", "controlnet"):
         shutil.rmtree(host.output / name, ignore_errors=True)
-    # ComfyUI's lists of files fail on a folder that has gone.
-    folder_paths.filename_list_cache.clear()
 
 
 @pytest.fixture
@@ -205,6 +201,33 @@ def test_a_trained_lora_is_in_the_lists_and_replaces_no_file_of_the_user(
         assert not (host.output / "loras" / f"{name}-3.safetensors").exists()
     assert (host.output / "loras" / "taken.safetensors").read_text() == "mine"
     assert torch.equal(load_file(host.models / "loras" / "hidden.safetensors")["mine"], mine)
+
+
+def test_loaders_list_and_load_after_a_folder_of_results_was_deleted(
+    host, base_graph, training_graph, runs, install, tmp_path
+):
+    host.run(training_graph(name="deleted", steps=1, validate_every=0, draw=1))
+    lora = install("loras", "stays.safetensors", load_file(runs / "deleted" / "deleted.safetensors"))
+    (host.output / "controlnet").mkdir(exist_ok=True)
+    shutil.copytree(host.output, tmp_path / "output")
+    inputs = {"lora_name": lora, "strength_model": 1.0, "clip": ["load", 1], "strength_clip": 1.0}
+    graph = through(base_graph(steps=1), "LoraLoader", **inputs)
+    replacements = {"nothing": Path.exists, "a file": Path.touch, "a link": lambda path: path.symlink_to("nowhere")}
+
+    def lists():
+        return {name: str(node.INPUT_TYPES()) for name, node in host.nodes.NODE_CLASS_MAPPINGS.items()}
+
+    for name in ("loras", "controlnet", "sana_training", ""):
+        for replacement, put_there in replacements.items():
+            assert "deleted.safetensors" in lists()["LoraLoader"]
+            # As a user empties the output folder.
+            folder = host.output / name
+            shutil.rmtree(folder)
+            put_there(folder)
+            assert ("deleted.safetensors" in lists()["LoraLoader"]) == (name not in ("loras", "")), replacement
+            host.run(graph)
+            folder.unlink(missing_ok=True)
+            shutil.copytree(tmp_path / "output" / name, folder)
 
 
 def test_a_list_that_cannot_be_written_is_completed_by_the_next_run(host, training_graph, runs):

@@ -2,10 +2,12 @@
 
 import io
 import json
+import shutil
 
 from host import get, post, run_graph
 from PIL import Image
 from safetensors.torch import load_file
+from setup import ROOT
 
 TEXT = 3  # the kind of event, in its first four bytes
 STEPS = 30
@@ -66,3 +68,14 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
         load_file(server.output / "sana_training" / name / f"{name}.safetensors") for name in ("whole", "broken")
     )
     assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+
+
+def test_all_nodes_work_after_the_output_folder_was_emptied(server, demo):
+    folder = server.output / "loras"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "demo" / "sana-posters-cyanotype.safetensors", folder)
+    before = json.loads(get(server, "/object_info"))
+    assert "sana-posters-cyanotype.safetensors" in before["LoraLoader"]["input"]["required"]["lora_name"][0]
+    shutil.rmtree(folder)
+    assert json.loads(get(server, "/object_info")).keys() == before.keys()
+    list(run_graph(server, demo))

@@ -15,6 +15,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
 import comfyui_version
+import folder_paths
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
@@ -59,6 +60,24 @@ def check_host() -> None:
     version = comfyui_version.__version__
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise VersionError(f"SANA: got ComfyUI {version}, expected {OLDEST[0]}.{OLDEST[1]} or newer; update ComfyUI")
+
+
+def survive_deleted_folders() -> None:
+    """Let ComfyUI list the models again after one of its folders was deleted.
+
+    Its cache reads the time of each listed folder. Without this, an emptied output folder makes all loaders of LoRAs
+    fail, until the folder exists again.
+    """
+    core = folder_paths.cached_filename_list_
+
+    def cached_filename_list_(folder_name):
+        try:
+            return core(folder_name)
+        except OSError:
+            # ComfyUI searches the folders again.
+            return None
+
+    folder_paths.cached_filename_list_ = cached_filename_list_
 
 
 def free_memory(device: torch.device) -> int:
