@@ -14,9 +14,21 @@ from typing import TYPE_CHECKING
 from .runtime.text import one_line
 
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, TypeVar
 
     import torch
+
+    T = TypeVar("T")
+
+
+def without_folder(shown: type[T]) -> type[T]:
+    """Remove the pack's folder from the name of a class whose errors or objects ComfyUI shows as text.
+
+    ComfyUI names the modules of a pack by the path of its folder, and Python shows a class with its module.
+    """
+    if "/" in shown.__module__ or "\\" in shown.__module__:
+        shown.__module__ = "builtins"
+    return shown
 
 
 class SanaError(Exception):
@@ -26,9 +38,7 @@ class SanaError(Exception):
         super().__init__(one_line(message))
 
     def __init_subclass__(cls) -> None:
-        # ComfyUI names the modules of a pack by the path of its folder, and shows an error's class with its module.
-        if "/" in cls.__module__ or "\\" in cls.__module__:
-            cls.__module__ = "builtins"
+        without_folder(cls)
 
 
 class InputError(SanaError, ValueError):

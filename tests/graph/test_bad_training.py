@@ -359,7 +359,8 @@ def test_the_contact_sheet_has_each_shape_and_runs_again_when_a_file_changes(hos
     ]
     # six columns: two rows of the first shape, one of the second, each below a line of its own
     assert seen["sheet"].shape == (1, 32 + 2 * 40 + 3 * 222, 32 + 6 * 200, 3)
-    assert tuple(seen["dataset"]) == (str(host.models.parent / "input" / "sheet"), 128)
+    dataset = seen["dataset"]
+    assert (dataset.folder, dataset.resolution) == (str(host.models.parent / "input" / "sheet"), 128)
     look(host, name, keep_cache=True)
     assert len(node_texts) == 1
     (host.models.parent / "input" / "sheet" / "wide.txt").write_text("another caption")

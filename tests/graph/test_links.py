@@ -1,7 +1,10 @@
 """A value in the place of a link, which ComfyUI lets through, is refused by every node by name."""
 
 import pytest
+import torch
 from in_process import NodeError
+from loading import controlled
+from setup import ROOT
 
 # Values that a link of type * or the HTTP API may pass.
 WRONG = [0, None, "load", True, {}, {"samples": 3}, ["text"], object()]
@@ -63,3 +66,34 @@ def test_the_error_reaches_whoever_queued_the_graph(host, base_graph):
     graph["sample"][1]["model"] = 0
     with pytest.raises(NodeError, match="^model: got 0, expected a MODEL; connect an output of that type$"):
         host.run(graph)
+
+
+def test_preview_as_text_shows_no_folder_of_this_machine(host, base_graph):
+    graph = base_graph(steps=1)
+    graph["load"][1]["model"] = "sana-posters (bundled)"
+    image = torch.rand(1, 128, 128, 3, generator=torch.Generator().manual_seed(1))
+    controlled(graph, "sana-posters-edges (bundled)", image)
+    graph["select"] = ("SanaNodesSamplerSelect", {"sampler": "flow_euler"})
+    inputs = {"model": ["load", 0], "positive": ["apply", 0], "negative": ["apply", 1], "cfg": 4.5}
+    graph["guider"] = ("CFGGuider", inputs)
+    lora = {"lora_name": "sana-posters-cyanotype (bundled)", "strength_model": 1.0, "strength_clip": 1.0}
+    graph["lora"] = ("SanaNodesLoraLoader", {"model": ["load", 0], "clip": ["load", 1], **lora})
+    graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "sana-posters-scorer (bundled)"})
+    graph["data"] = ("SanaNodesDataset", {"folder": "cyanotypes (bundled)", "resolution": 64})
+    settings = {"existing_lora": "sana-posters-cyanotype (bundled)", "regularisation": ["data", 0]}
+    graph["settings"] = ("SanaNodesTrainSettings", settings)
+    graph["tiled"] = ("SelectVAEDevice", {"vae": ["load", 2], "device": "cpu"})
+    graph = {name: node for name, node in graph.items() if node[0] != "Catch"}
+    slots = [
+        (name, slot)
+        for name in graph
+        for slot in range(len(host.nodes.NODE_CLASS_MAPPINGS[graph[name][0]].RETURN_TYPES))
+    ]
+    for number, (name, slot) in enumerate(slots):
+        graph[f"preview {number}"] = ("PreviewAny", {"source": [name, slot]})
+        graph[f"catch {number}"] = ("Catch", {"value": [f"preview {number}", 0], "name": f"{name} {slot}"})
+    texts = host.run(graph)
+    kinds = "ModelPatcher VAE CLIP SanaControlNet FlowSampler CFGGuider Dataset RunSettings HostScorer tensor"
+    assert len(texts) == len(slots) and all(any(kind in text for text in texts.values()) for kind in kinds.split())
+    folders = (ROOT, ROOT.name, host.models.parent, "custom_nodes")
+    assert not {name for name, text in texts.items() if any(str(folder) in text for folder in folders)}

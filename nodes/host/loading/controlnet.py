@@ -13,7 +13,7 @@ import torch
 from diffusers import SanaControlNetModel
 
 from ....sana_core.checkpoints import find_part, follow, inspect_checkpoint
-from ....sana_core.errors import InputError
+from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.controlnet import control_residuals
 from ....sana_core.model.forward import prepare
 from ....sana_core.model.reference import AUTO, model_timestep
@@ -49,6 +49,7 @@ class SanaControlModel(SanaControlNetModel):
         return {"input": control_residuals(self, x, sampled_timesteps, constants, hint)}
 
 
+@without_folder
 class SanaControlNet(comfy.controlnet.ControlNet):
     """ComfyUI's ControlNet, with the latent of the control image in the scale of the sampled model."""
 

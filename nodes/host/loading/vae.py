@@ -19,7 +19,7 @@ from ....sana_core.checkpoints.load import load_part
 from ....sana_core.decode import DecodeOptions, decode_into, encode_images
 from ....sana_core.decode.plan import UNBOUNDED, Planner
 from ....sana_core.decode.stages import decoder_stages, encoder_stages
-from ....sana_core.errors import InputError
+from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
 from ....sana_core.model.layers import arrange_convolutions
 from ....sana_core.runtime.cancellation import Poll, Polled
@@ -152,6 +152,7 @@ def encoder_planner_of(
     return Planner(encoder_stages(autoencoder), rows, columns, dtype, device.type != "cpu")
 
 
+@without_folder
 class SanaVAE(comfy.sd.VAE):
     """ComfyUI's VAE around a SanaAutoencoder.
 

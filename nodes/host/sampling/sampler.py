@@ -17,7 +17,7 @@ import torch
 from comfy.model_sampling import ModelSamplingFlux
 from tqdm.auto import tqdm
 
-from ....sana_core.errors import InputError
+from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ....sana_core.model.latents import noise_stream
 from ....sana_core.model.reference import reference_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SEED = "sana_seed"
 
 
+@without_folder
 class FlowSampler(comfy.samplers.KSAMPLER):
     """A sampler of sana_core as ComfyUI's SAMPLER."""
 

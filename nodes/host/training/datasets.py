@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import comfy.model_management
 import torch
@@ -24,10 +24,11 @@ ROWS = 10
 CAPTION_LENGTH = 28
 
 
-class Dataset(NamedTuple):
+@dataclass(frozen=True)
+class Dataset:
     """The data for SANA Train."""
 
-    folder: str
+    folder: str = field(repr=False)
     # Images are cropped to buckets of about resolution x resolution pixels.
     resolution: int
 

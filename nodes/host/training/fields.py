@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,11 +80,12 @@ WIDGETS = {**{field.path: name for name, field in FIELDS.items()}, **{path: name
 BARE = {"seed": "training_seed", "start": "existing_lora", "loras": "existing_lora"}
 
 
-class RunSettings(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
     """The output of SANA Train Settings: values by widget, the LoRA to begin with, and the regularisation images."""
 
     values: Mapping[str, Any]
-    existing_lora: str = ""  # path
+    existing_lora: str = dataclasses.field(default="", repr=False)  # path
     regularisation: Dataset | None = None
 
 
