@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import comfy.cli_args
@@ -53,6 +54,8 @@ BUNDLED = {
 }
 # {ComfyUI folder: the file that identifies one of its subfolders as a model}
 MARKS = {"diffusers": "model_index.json", "clip_vision": "config.json"}
+# The most folders of one of ComfyUI's folders that are searched for models.
+MOST_FOLDERS = 10_000
 # Of a sharded model, only the first file is listed.
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
 
@@ -141,24 +144,32 @@ def file_paths(kind: str) -> list[Path]:
 def find_folders(kind: str) -> dict[str, Path]:
     """Return {name: path} of the model folders in ComfyUI's folders of that kind, at any depth.
 
-    Links are followed, as in ComfyUI's DiffusersLoader, because a cache of the Hugging Face Hub consists of links. The
-    search does not enter model folders and links to a parent folder.
+    Links are followed, as in ComfyUI's DiffusersLoader, because a cache of the Hugging Face Hub consists of links. A
+    folder that several links lead to is searched once, by its shortest name. Model folders are not searched, and have
+    the names of all links to them.
     """
     models: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(kind)):
-        pending = [root]
-        while pending:
-            folder = pending.pop()
-            parents = {(root / parent).resolve() for parent in folder.relative_to(root).parents}
-            try:
-                is_model = (folder / MARKS[kind]).is_file() or (kind == "diffusers" and original_files(folder))
-                if folder != root and is_model:
+        pending, is_model = deque([root]), dict[Path, bool]()
+        while pending and len(is_model) < MOST_FOLDERS:
+            folder = pending.popleft()
+            # A folder may have been deleted, or not be readable. List the others.
+            with suppress(OSError):
+                place = folder.resolve()
+                if place not in is_model:
+                    is_model[place] = False
+                    if folder != root and (
+                        (folder / MARKS[kind]).is_file() or (kind == "diffusers" and original_files(folder))
+                    ):
+                        is_model[place] = True
+                    else:
+                        pending += sorted(
+                            entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()
+                        )
+                if is_model[place]:
                     models.setdefault(folder.relative_to(root).as_posix(), folder)
-                elif folder.is_dir() and folder.resolve() not in parents:
-                    pending += [path for path in folder.iterdir() if not path.name.startswith(".")]
-            except OSError:
-                # The folder was deleted or is not readable. List the others.
-                continue
+        if pending:
+            logger.warning("models/%s: only the first %d folders are listed; remove the others", kind, MOST_FOLDERS)
     return dict(sorted(models.items()))
 
 

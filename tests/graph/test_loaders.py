@@ -330,6 +330,20 @@ def test_inside_of_a_model_and_around_a_circle_of_links_there_is_no_other_model(
     assert models == ["whole/model"]
 
 
+def test_a_chain_of_folders_with_two_links_each_is_searched_once(host, model_folder):
+    # 2^30 paths lead to the last folder.
+    root, last = host.models / "diffusers" / "chain", 30
+    model_folder(f"chain/{last}/model")
+    for number in range(last):
+        (root / str(number)).mkdir()
+        for link in ("a", "b"):
+            (root / str(number) / link).symlink_to(root / str(number + 1), target_is_directory=True)
+    (root / "0" / "linked").symlink_to(root / str(last) / "model", target_is_directory=True)
+    models = [name for name in options_of(host, "SanaNodesLoader", "model") if name.startswith("chain")]
+    assert models == ["chain/0/linked", f"chain/{last}/model"]
+    assert host.output_of("SanaNodesLoader", model="chain/0/linked").model.model_config.text.startswith("SANA 2.3M")
+
+
 def test_a_scorer_in_a_cache_of_the_hub_is_listed(host, clip):
     place = "models--yuvalkirstain--PickScore_v1/snapshots/0123"
     folder = host.models / "clip_vision" / place
