@@ -6,16 +6,15 @@ A bucket is the (width, height) that an image is trained at.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BytesIO
-from typing import IO, TYPE_CHECKING, NamedTuple
+from io import SEEK_END, BytesIO
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import InputError, ReadError
+from ..errors import InputError, ReadError, SanaError
 from ..model.known_models import SHAPES
 from ..model.latents import DOWNSCALE
 from ..runtime.checks import check_whole
@@ -35,10 +34,16 @@ OTHER_ENDINGS = (
     *(".apng", ".mpo", ".dib", ".tga", ".dds", ".pcx", ".sgi", ".exr", ".hdr", ".psd", ".psb", ".xcf", ".kra", ".svg"),
     *(".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".raf", ".orf", ".rw2", ".pef", ".srw", ".x3f"),
 )
-# Chunks of a PNG with text or a colour profile.
-TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
-# Bytes that Pillow decompresses at most, of one text and of all texts.
-LARGEST_TEXT, LARGEST_TEXTS = 1 << 20, 32 << 20
+# Chunks of a PNG with transparency, orientation and animation, and chunks with texts.
+USED_CHUNKS = (b"tRNS", b"eXIf", b"acTL", b"fcTL")
+TEXTS = (b"tEXt", b"zTXt", b"iTXt")
+# Keywords of the texts in which programs store EXIF or the orientation. Pillow reads both.
+ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+# Bytes of a text. Pillow has the same limit for decompressed texts.
+LARGEST_TEXT = 1 << 20
+# Reads of a file's header, and the mean bytes of one more read. A header takes less than a hundred reads. The parts of
+# pixels have 128 bytes in a GIF and 8,192 in a PNG.
+MOST_READS, BYTES_OF_READ = 10_000, 100
 PNG_START = b"\x89PNG\r\n\x1a\n"
 # EXIF's tag of how the camera was held (CIPA DC-008, section 4.6.5).
 ORIENTATION = 0x0112
@@ -71,66 +76,89 @@ def readable_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-def without_large_texts(stream: IO[bytes], header_only: bool) -> IO[bytes]:
-    """Return `stream`, or a copy without the texts if it is a PNG whose texts are too large for Pillow.
+class Header:
+    """A stream with a limit for the number of reads, so that a header of 1 MB does not take seconds.
 
-    Programs store workflows of several MB in PNGs. Pillow refuses such an image, and its limits are settings of the
-    whole process. Training needs only EXIF, which is small. With `header_only`, only the chunks before the first pixels
-    are checked, because Pillow reads no other chunks to open an image.
+    Pillow reads some comments byte by byte, and each part of a header by itself. The limit grows with the file, because
+    the pixels of large images are also in parts.
     """
-    large_chunks: list[tuple[int, int]] = []
-    total = 0
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        stream.seek(0, SEEK_END)
+        self.stream, self.name, self.reads_left = stream, name, MOST_READS + stream.tell() / BYTES_OF_READ
+        stream.seek(0)
+
+    def read(self, size: int = -1) -> bytes:
+        self.reads_left -= 1
+        if self.reads_left < 0:
+            raise ReadError(
+                f"{self.name}: got too many comments, texts or tags in its header, expected at most some hundred; save "
+                "it again, or remove it"
+            )
+        return self.stream.read(size)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.stream, attribute)
+
+
+def without_texts(stream: Header, header_only: bool) -> Header | BytesIO:
+    """Return `stream`, or for a PNG with texts a copy without them.
+
+    Programs store workflows of several MB in PNGs. Pillow decompresses all texts and refuses large ones, and its limits
+    are settings of the whole process. Training needs only the pixels and the orientation. With `header_only`, the copy
+    ends at the first pixels.
+    """
     begin = len(PNG_START)
-    is_png = stream.read(begin) == PNG_START
-    while is_png and len(head := stream.read(8)) == 8:
+    if stream.read(begin) != PNG_START:
+        stream.seek(0)
+        return stream
+    copied, total, orientations = [(0, begin)], 0, set(ORIENTATION_TEXTS)
+    while len(head := stream.read(8)) == 8:
         length, kind = int.from_bytes(head[:4], "big"), head[4:]
-        if kind == b"IEND" or (header_only and kind == b"IDAT"):
+        end = total = begin + length + 12
+        keyword = stream.read(min(length, 80)).partition(b"\0")[0] if kind in TEXTS and length < LARGEST_TEXT else b""
+        # The bit for lower case marks chunks that a reader may leave out.
+        is_used = not kind[0] & 0x20 or (kind in USED_CHUNKS and length < LARGEST_TEXT)
+        if header_only and kind == b"IDAT":
+            copied.append((begin, begin + len(head)))
             break
-        end = begin + length + 12
-        if kind in TEXTS:
-            size = text_size(kind, stream.read(length)) if 0 < length < LARGEST_TEXT else length
-            total += size
-            if size >= LARGEST_TEXT or total > LARGEST_TEXTS:
-                large_chunks.append((begin, end))
+        if is_used or keyword in orientations:
+            copied.append((begin, end))
+        orientations.discard(keyword)
+        if kind == b"IEND":
+            break
         stream.seek(end)
         begin = end
-    stream.seek(0)
-    if not large_chunks:
+    if sum(end - begin for begin, end in copied) == total:
+        stream.seek(0)
         return stream
-    data = stream.read()
-    starts, ends = [0, *(end for _, end in large_chunks)], [*(begin for begin, _ in large_chunks), len(data)]
-    return BytesIO(b"".join(data[start:end] for start, end in zip(starts, ends, strict=True)))
-
-
-def text_size(kind: bytes, chunk: bytes) -> int:
-    """Return the size in bytes of a PNG's text or colour profile after decompression, at most LARGEST_TEXT."""
-    _, _, content = chunk.partition(b"\0")
-    if kind == b"iTXt":
-        is_compressed, content = content[:1] == b"\1", content[2:].split(b"\0", 2)[-1]
-    else:
-        is_compressed, content = kind != b"tEXt", content[1:]
-    if not is_compressed:
-        return len(chunk)
-    try:
-        return len(zlib.decompressobj().decompress(content, LARGEST_TEXT))
-    except zlib.error:
-        # Pillow reads it as an empty text.
-        return 0
+    copy = BytesIO()
+    for begin, end in copied:
+        stream.stream.seek(begin)
+        copy.write(stream.stream.read(end - begin))
+    copy.seek(0)
+    return copy
 
 
 @contextmanager
 def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Iterator[Image]:
     """Open the image in `stream`. Only its header is read.
 
-    Raises ReadError if Pillow fails, also inside the context, and InputError for more pixels than Pillow's limit.
+    Raises ReadError if Pillow fails, also inside the context, and InputError for an animated image and for more pixels
+    than Pillow's limit.
     """
     from PIL import Image, UnidentifiedImageError
 
     formats = readable_formats()
     try:
-        with Image.open(without_large_texts(stream, header_only), formats=formats) as image:
+        header = Header(stream, name)
+        with Image.open(without_texts(header, header_only), formats=formats) as image:
+            # In other formats, the further images of phones and scanners are no animation.
+            if image.format in ("GIF", "PNG", "WEBP", "AVIF") and getattr(image, "is_animated", False):
+                raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
+            header.reads_left = math.inf
             yield image
-    except (MemoryError, InputError):
+    except (MemoryError, SanaError):
         raise
     except Image.DecompressionBombError:
         raise InputError(
@@ -159,16 +187,8 @@ def upright_size(place: FileRange, name: str) -> tuple[int, int]:
         if not length:
             raise ReadError(f"{name}: got an empty file, expected an image; copy it again, or remove it")
         with opened_image(stream, name, header_only=True) as image:
-            check_single(image, name)
             width, height = image.size
             return (height, width) if orientation_of(image) > 4 else (width, height)
-
-
-def check_single(image: Image, name: str) -> None:
-    """Raise InputError for an animated image."""
-    # In other formats, the further images of phones and scanners are no animation.
-    if image.format in ("GIF", "PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
-        raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
 
 
 def decode_image(data: bytes, name: str) -> Image:
@@ -179,7 +199,6 @@ def decode_image(data: bytes, name: str) -> Image:
     from PIL import Image
 
     with opened_image(BytesIO(data), name) as image:
-        check_single(image, name)
         orientation = orientation_of(image)
         image.load()
         turns = {

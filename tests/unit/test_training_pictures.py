@@ -234,6 +234,53 @@ def test_a_png_with_large_texts_is_read(tmp_path, data, in_tar):
     assert limits == (PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
 
 
+def test_the_texts_of_a_png_are_not_decompressed(tmp_path, monkeypatch):
+    texts = [chunk(b"zTXt", b"workflow\0\0" + zlib.compress(b"x" * 1_000_000))] * 100
+    xmp = chunk(b"iTXt", b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>')
+    (tmp_path / "a.png").write_bytes(with_chunks(*texts, xmp, xmp, *texts))
+    (tmp_path / "a.txt").write_text("x")
+    calls, decompress = [], zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", lambda *options: calls.append(options) or decompress(*options))
+    sample = only(tmp_path)
+    assert (pixels(open_image(sample)) == pixels(PICTURE.transpose(Image.Transpose.ROTATE_270))).all()
+    assert len(calls) < 3
+
+
+GIF = encoded(PICTURE.quantize(2), "GIF")
+# The end of the palette of two colours.
+GIF_HEADER = 13 + 6
+TAGS = [struct.pack("<HHII", number, 4, 1, 0) for number in (256, 257, *range(30_000, 60_000))]
+FLOODS = {
+    "a.ppm": b"P6\n#" + b"a" * 100_000 + b"\n1 1\n255\nabc",
+    "texts.png": with_chunks(*[chunk(b"tEXt", b"a\0")] * 20_000),
+    "unknown.png": with_chunks(*[chunk(b"abCd", b"")] * 20_000),
+    "comments.jpg": b"\xff\xd8" + b"\xff\xfe\0\3a" * 20_000 + encoded(kind="JPEG")[2:],
+    "filled.jpg": b"\xff\xd8" + b"\xff" * 100_000 + encoded(kind="JPEG")[2:],
+    "before.gif": GIF[:GIF_HEADER] + b"\x21\xfe\1a\0" * 20_000 + GIF[GIF_HEADER:],
+    "behind.gif": GIF[:-1] + b"\x21\xfe\1a\0" * 20_000 + b";",
+    "tags.tif": b"II*\0\x08\0\0\0" + struct.pack("<H", len(TAGS)) + b"".join(TAGS),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_header_of_many_parts_is_named_or_skipped(tmp_path, name):
+    (tmp_path / name).write_bytes(FLOODS[name])
+    (tmp_path / name).with_suffix(".txt").write_text("x")
+    with pytest.raises(ReadError, match=f"^{name}: got (too many comments, texts or tags in its header|no image), "):
+        read_dataset(tmp_path)
+    with pytest.raises(ReadError, match=f"^{name}: got "):
+        decode_image(FLOODS[name], name)
+    save(tmp_path / "good.png")
+    assert [sample.name for sample in read_dataset(tmp_path, skip_broken=True)] == ["good.png"]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF", "JPEG", "WEBP"])
+def test_a_large_image_is_no_header_of_many_parts(tmp_path, kind):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8))
+    save(tmp_path / f"a.{kind.lower()}", noise)
+    assert only(tmp_path).size == open_image(only(tmp_path)).size == noise.size
+
+
 @pytest.mark.parametrize("claimed", [0, 2**31 - 1, 2**32 - 1])
 @pytest.mark.parametrize("kind", [b"tEXt", b"zTXt", b"iTXt", b"iCCP"])
 def test_a_text_that_claims_another_size_is_named(tmp_path, kind, claimed):
