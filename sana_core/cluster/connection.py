@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..batch.loop import GRACE
 from ..batch.progress import OnStatus, no_status
-from ..errors import ClusterError, InputError
+from ..errors import ClusterError, InputError, VersionError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
 from ..runtime.text import Json, brief
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CLIENT = "ray://"
+# Tokens exist since 2.52, and earlier versions ignore them silently. 2.54 fixes CVE-2026-27482.
+OLDEST_RAY = "2.54"
 # The namespace and the job name of a run in the cluster.
 NAMESPACE = "sana"
 # The most GPUs of a run, and the most processes on one GPU.
@@ -71,7 +73,8 @@ def connected(address: str, poll: Poll = no_poll, on_status: OnStatus = no_statu
     """Make this process a driver of the cluster, and disconnect it at the end of the context.
 
     A process that was connected before stays connected. `poll` is called twice a second until the cluster answers, and
-    cancels by raising. Raises InputError if ray is not installed, and ClusterError if the cluster does not answer.
+    cancels by raising. Raises InputError or VersionError if ray is not installed or too old, and ClusterError if the
+    cluster does not answer.
     """
     ray = import_ray()
     before = ray.is_initialized()
@@ -92,11 +95,18 @@ def connected(address: str, poll: Poll = no_poll, on_status: OnStatus = no_statu
 
 
 def import_ray() -> ModuleType:
-    """Return ray. Raises InputError if it is not installed."""
+    """Return ray. Raises InputError if it is not installed, and VersionError if it is too old."""
+    from packaging.version import Version
+
     try:
         import ray
     except ImportError:
         raise InputError("cluster: ray is not installed on this machine; pip install '.[cluster]'") from None
+    if Version(ray.__version__) < Version(OLDEST_RAY):
+        raise VersionError(
+            f"cluster: got Ray {ray.__version__}, expected {OLDEST_RAY} or newer, which checks tokens; install one "
+            "version on all machines"
+        )
     return ray
 
 

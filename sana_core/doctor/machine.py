@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..cluster.connection import OLDEST_RAY
 from ..kernels.trial import refused_kernels
 from ..runtime.accelerator import current_accelerator, has_bf16, memory_info
 from .report import Report
@@ -16,7 +17,7 @@ HERE = Path(__file__).parents[2]
 SECTION = "This machine"
 OLDEST_TORCH = "2.6"
 # Packages that are not in requirements.txt, but change how SANA runs.
-OPTIONAL = ("triton", "triton-windows", "xformers", "sageattention", "peft", "ray", "torchao")
+OPTIONAL = ("triton", "triton-windows", "xformers", "sageattention", "peft", "torchao")
 # Functions of torch that SANA uses, and that other packs are known to replace.
 REPLACEABLE = ("scaled_dot_product_attention", "layer_norm", "rms_norm", "silu", "conv2d", "linear")
 
@@ -40,7 +41,8 @@ def check_versions(report: Report) -> None:
     """Compare the installed packages with the requirements of this one."""
     from packaging.requirements import Requirement
 
-    for line in (f"torch>={OLDEST_TORCH}", *requirements()):
+    ray = (f"ray>={OLDEST_RAY}",) if installed("ray") else ()
+    for line in (f"torch>={OLDEST_TORCH}", *requirements(), *ray):
         requirement = Requirement(line)
         actual = torch.__version__ if requirement.name == "torch" else installed(requirement.name)
         right = bool(actual) and requirement.specifier.contains(actual, prereleases=True)

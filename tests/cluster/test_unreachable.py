@@ -6,11 +6,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from sana_core.cluster import clock
 from sana_core.cluster.background import call_in_thread
 from sana_core.cluster.connection import connect_client, connected
-from sana_core.errors import ClusterError
+from sana_core.errors import ClusterError, VersionError
 from sana_core.runtime.cancellation import no_poll
 
 
@@ -45,6 +46,13 @@ def test_the_wait_for_a_cluster_that_says_nothing_ends_with_cancel(silent_port, 
     assert time.monotonic() - asked[0] < 3
     gaps = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
     assert len(asked) >= 3 and max(gaps) < 1.5, (connect_started, asked)
+
+
+@pytest.mark.parametrize("way", [connect, connect_client])
+def test_a_ray_that_ignores_tokens_is_refused(monkeypatch, way):
+    monkeypatch.setattr(ray, "__version__", "2.53.0")
+    with pytest.raises(VersionError, match="^cluster: got Ray 2.53.0, expected 2.54 or newer, .*; install one version"):
+        way("ray://127.0.0.1:1")
 
 
 @pytest.mark.slow

@@ -71,6 +71,13 @@ def test_an_old_torch_is_named(monkeypatch):
     assert faults(report) == {"torch": "2.5.1+cu124"}
 
 
+def test_an_installed_ray_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(machine, "OLDEST_RAY", "99.0")
+    report = Report()
+    check_versions(report)
+    assert faults(report).keys() == {"ray"}
+
+
 def test_attention_that_a_pack_has_replaced_is_named_and_measured(monkeypatch):
     original = F.scaled_dot_product_attention
 
