@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,13 +34,11 @@ from .schemas import (
     whole,
     word,
 )
-from .tokenizer import checked_tokenizer
+from .tokenizer import json_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
     from transformers import CLIPConfig, CLIPModel
-
-T = TypeVar("T")
 
 KIND = "clip"
 SUITABLE = "use a CLIP of text and images, such as openai/clip-vit-large-patch14 or yuvalkirstain/PickScore_v1"
@@ -223,49 +221,18 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
 
 
 def load_tokenizer(folder: Path, longest: int, vocabulary: int) -> Callable[[str], list[int]]:
-    """Return a function from a prompt to its tokens, at most `longest`, all below `vocabulary`.
-
-    As for Gemma, the tokenizers library reads only tokenizer.json.
-    """
-    from tokenizers import Tokenizer
-
-    file, config_file, side = folder / "tokenizer.json", folder / "tokenizer_config.json", "right"
+    """Return a function from a prompt to its tokens, at most `longest`, all below `vocabulary`."""
+    file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if config_file.exists():
         settings = read_json(config_file)
         refuse_code(shown(config_file), settings)
-        side = settings.get("truncation_side", side)
-    if side not in ("left", "right"):
-        raise CheckpointError(
-            f"{shown(config_file)}: truncation_side is {brief(side)}, expected left or right; {REDOWNLOAD}"
-        )
-    content = checked_tokenizer(read_bytes(file, LARGEST_TEXT), shown(file))
-
-    def guarded(action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library has no exception class, and a Rust panic is no Exception
-            raise CheckpointError(f"{shown(file)}: tokenizers cannot use it ({brief(error)}); {REDOWNLOAD}") from None
-
-    def build() -> Tokenizer:
-        fast = Tokenizer.from_str(content)
-        fast.no_padding()
-        fast.enable_truncation(longest, direction=side)
-        return fast
-
-    fast = guarded(build)
+        side = settings.get("truncation_side", "right")
+        if side != "right":
+            raise CheckpointError(f"{shown(config_file)}: truncation_side is {brief(side)}, expected right; {SUITABLE}")
+    encode = json_tokenizer(read_bytes(file, LARGEST_TEXT), shown(file), vocabulary).encode
 
     def tokenize(prompt: str) -> list[int]:
-        tokens = guarded(lambda: fast.encode(prompt).ids)
-        # On a GPU a token beyond the embedding would end the process.
-        if not 0 < len(tokens) <= longest or max(tokens) >= vocabulary:
-            got = f"{len(tokens)} tokens up to {max(tokens, default=0)}"
-            raise CheckpointError(
-                f"{shown(file)}: got {got} for a prompt, expected 1 to {longest} tokens below {vocabulary}; "
-                f"{REDOWNLOAD}"
-            )
-        return tokens
+        tokens = encode(prompt)
+        return tokens if len(tokens) <= longest else [*tokens[: longest - 1], tokens[-1]]
 
-    tokenize("a red house")
     return tokenize

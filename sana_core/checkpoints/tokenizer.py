@@ -1,50 +1,92 @@
-"""Gemma's tokenizer, from a folder or from inside the text encoder's file, and the checks of tokenizers.
+"""The tokenizers of Gemma, in a folder or in the text encoder's file, and of scorers.
 
-The libraries tokenizers and sentencepiece limit neither time nor memory: a short file can make them multiply a prompt
-until the memory is full, which ends the process, or compare a prompt with a regular expression for hours. So a
-tokenizer.json may only have the few kinds of steps that tokenizers of Gemma and CLIP have, and few of them. A
-sentencepiece model may only replace characters by short texts.
+A file gives data: a vocabulary, merges and added tokens. The steps in a file (normalizer, patterns, template, decoder)
+are a program, which could fill the memory or never end for some prompt. They are not read: the steps of each family are
+in this module. transformers 5 builds its tokenizers for Gemma and CLIP in the same way.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.text import Tokenizer
-from ..runtime.text import Json, brief, shown
+from ..model.text import Tokenizer, limited
+from ..runtime.text import brief, shown
 from .checkpoint import Checkpoint
 from .files import REDOWNLOAD, parse_json, read_bytes, read_json
 from .headers import tensor_bytes
-from .schemas import refuse_code
+from .schemas import Check, flag, refuse_code, same
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 PAD_TOKEN, BOS_TOKEN = 0, 2  # Gemma's
-# Gemma's tokenizer.json has 34 MB. Python's objects of a JSON file take several times its size.
-LARGEST_TOKENIZER = 64_000_000
-# The kinds of steps in each section. "Sequence" contains other steps.
-STEPS = {
-    "normalizer": "BertNormalizer Lowercase NFC NFD NFKC NFKD Prepend Replace Sequence Strip StripAccents",
-    "pre_tokenizer": "BertPreTokenizer ByteLevel Digits Metaspace Punctuation Sequence Split Whitespace",
-    "post_processor": "BertProcessing ByteLevel RobertaProcessing Sequence TemplateProcessing",
-    "decoder": "BPEDecoder ByteFallback ByteLevel Fuse Metaspace Replace Sequence Strip WordPiece",
-}
-INNER_STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
-# CLIP's tokenizer has 3 normalizers. Each step may double the text.
-MOST_STEPS = 4
-# Characters of one step or added token as JSON. A template of Gemma's has 500.
-LONGEST_STEP = 2000
+# Gemma's tokenizer.json has 34 MB and 2 million values. As Python's objects they take several times that size.
+LARGEST_TOKENIZER, MOST_VALUES = 64_000_000, 2_500_000
 # Gemma has fewer than 300.
-MOST_ADDED = 10_000
-MODELS = ("BPE", "WordLevel")
-LONGEST_AFFIX = 20
-# Fields of sentencepiece_model.proto
-NORMALIZERS, CHARACTER_MAP = (3, 5), 2
-# The longest replacement in Unicode's NFKC has 33 bytes.
-LONGEST_REPLACEMENT = 100
-# \s, \p{L} and escaped punctuation, but no calls of the expression itself and no references
-ESCAPE = re.compile(r"\\(?:[pP]\{\^?\w+\}|[sSdDwWnrt]|[^\w\s])", re.ASCII)
+MOST_ADDED = 2000
+# Characters of a token. Gemma may write thousands of tokens, and CLIP's longest has 128 characters.
+LONGEST_TOKEN = 500
+ADDED: dict[str, Check] = {
+    "content": lambda value: type(value) is str and value != "",
+    "special": flag,
+    "normalized": flag,
+    # For each such token in a text, the library would search the text beside it.
+    **dict.fromkeys(("single_word", "lstrip", "rstrip"), same(False)),
+}
+# sentencepiece_model.proto: the last value of a field counts, so these bytes after a model replace its settings.
+# NormalizerSpec: no character map, no space before the text, all spaces stay, a space becomes U+2581
+NO_CHANGES = b"\x08\x12\x00\x18\x00\x20\x00\x28\x01"
+# TrainerSpec: BPE, U+2581 before a word, <unk> is decoded as " \u2047 "
+BPE_SETTINGS = b"\x0d\x18\x02\xc0\x01\x00\xe2\x02\x05\x20\xe2\x81\x87\x20"
+# In ModelProto: trainer_spec, normalizer_spec, denormalizer_spec
+SETTINGS = b"\x12" + BPE_SETTINGS + b"\x1a" + NO_CHANGES + b"\x2a" + NO_CHANGES
+
+
+def gemma_steps(fast: FastTokenizer) -> None:
+    from tokenizers import decoders, normalizers
+
+    fast.normalizer = normalizers.Replace(" ", "\u2581")
+    fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def clip_steps(fast: FastTokenizer) -> None:
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    words = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+    split = pre_tokenizers.Split(Regex(words), "removed", invert=True)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    one_space = normalizers.Replace(Regex(r"\s+"), " ")
+    fast.normalizer = normalizers.Sequence([normalizers.NFC(), one_space, normalizers.Lowercase()])
+
+
+def word_steps(fast: FastTokenizer) -> None:
+    from tokenizers import normalizers, pre_tokenizers
+
+    fast.normalizer, fast.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+
+
+class Family(NamedTuple):
+    """A family of tokenizers."""
+
+    # Set the steps of a tokenizer.
+    steps: Callable[[FastTokenizer], None]
+    # Arguments of the library's model, in addition to the vocabulary, the merges and the unknown token.
+    options: dict[str, Any]
+    # The tokens before and after each text.
+    start: list[str]
+    end: list[str]
+
+
+ENDS = ["<|startoftext|>"], ["<|endoftext|>"]
+# The type of the model in tokenizer.json, its end_of_word_suffix, and the family
+FAMILIES = {
+    ("BPE", ""): Family(gemma_steps, {"byte_fallback": True, "fuse_unk": True}, ["<bos>"], []),
+    ("BPE", "</w>"): Family(clip_steps, {"end_of_word_suffix": "</w>"}, *ENDS),
+    # The scorer of the demo model
+    ("WordLevel", ""): Family(word_steps, {}, *ENDS),
+}
 
 
 def load_tokenizer(part: Checkpoint) -> Tokenizer:
@@ -53,207 +95,112 @@ def load_tokenizer(part: Checkpoint) -> Tokenizer:
     for target, build in (("spiece_model", sentencepiece_tokenizer), ("tokenizer_json", json_tokenizer)):
         if target in part.origins:
             content = tensor_bytes(part.weights, part.origins[target].name, LARGEST_TOKENIZER, "a tokenizer")
-            return build(content, f"{part.name}: {target}", vocabulary)
+            return gemma(build(content, f"{part.name}: {target}", vocabulary), f"{part.name}: {target}")
     for place in (folder, folder.parent / "tokenizer"):
         for name, build in (("tokenizer.json", json_tokenizer), ("tokenizer.model", sentencepiece_tokenizer)):
             file, settings = place / name, place / "tokenizer_config.json"
             if file.exists():
                 if settings.exists():
                     refuse_code(shown(settings), read_json(settings))
-                return build(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary)
+                return gemma(build(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary), shown(file))
     raise MissingFileError(
         f"{part.name}: no tokenizer in the file, and no tokenizer.json or tokenizer.model beside it; put the one of "
         "gemma-2-2b-it by Efficient-Large-Model on Hugging Face into the same folder"
     )
 
 
-def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
-    """Return the tokenizer in the tokenizer.json `name`. The text encoder has `vocabulary` rows.
+def gemma(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """Return `tokenizer`, which must have Gemma's padding token and begin each text with Gemma's BOS."""
+    tokens = [tokenizer.find("<pad>"), *tokenizer.encode("")]
+    if tokens != [PAD_TOKEN, BOS_TOKEN]:
+        raise CheckpointError(
+            f"{name}: got {brief(tokens)} as <pad> and an empty text, expected Gemma's [{PAD_TOKEN}, {BOS_TOKEN}]; "
+            "use gemma-2-2b-it's tokenizer"
+        )
+    return tokenizer
 
-    Only the tokenizers library reads it, because transformers would first look for code beside it.
-    """
+
+def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
+    """Return the tokenizer of the tokenizer.json `name`. All its ids must be below `vocabulary`, the model's rows."""
+    from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as FastTokenizer
 
-    text = checked_tokenizer(content, name)
+    values = sum(map(content.count, (b",", b"[", b"{")))
+    if values > MOST_VALUES:
+        raise refused(name, f"{values} values", f"at most {MOST_VALUES}")
+    document = parse_json(content, name, None)
+    model = document.get("model")
+    model = model if isinstance(model, dict) else {}
+    # Old files of CLIPs do not contain the type.
+    kind, suffix = str(model.get("type", "BPE")), str(model.get("end_of_word_suffix") or "")
+    family = FAMILIES.get((kind, suffix))
+    if not family:
+        raise refused(f"{name}: model", brief(f"{kind} {suffix}"), "BPE as in Gemma or CLIP, or WordLevel")
+    ids, merges, added = model.get("vocab"), model.get("merges", []), document.get("added_tokens") or []
+    if not (isinstance(ids, dict) and isinstance(merges, list) and isinstance(added, list)):
+        got = ", ".join(type(part).__name__ for part in (ids, merges, added))
+        raise refused(name, got, "an object vocab, a list of merges and a list of added_tokens")
+    if len(added) > MOST_ADDED:
+        raise refused(f"{name}: added_tokens", str(len(added)), f"at most {MOST_ADDED}")
+    for token in added:
+        if not isinstance(token, dict) or not all(check(token.get(field)) for field, check in ADDED.items()):
+            raise refused(f"{name}: added_tokens", brief(token), "a text that is matched anywhere")
+        # The library would choose an id for a token that is not in the vocabulary.
+        if ids.setdefault(token["content"], token.get("id")) != token.get("id"):
+            raise refused(f"{name}: added_tokens", brief(token), f"the vocabulary's id {brief(ids[token['content']])}")
+    unknown = str(model.get("unk_token"))
+    for token in (*family.start, *family.end, unknown):
+        if token not in ids:
+            raise refused(f"{name}: vocab", f"no {brief(token)}", "all special tokens")
+    wrong = next((value for value in ids.values() if type(value) is not int or not 0 <= value < vocabulary), None)
+    if wrong is not None:
+        raise refused(f"{name}: vocab", f"the id {brief(wrong)}", f"numbers below the model's {vocabulary}")
+    longest = max(map(len, ids))
+    if longest > LONGEST_TOKEN:
+        raise refused(f"{name}: vocab", f"a token of {longest} characters", f"at most {LONGEST_TOKEN}")
+    arguments = {"vocab": ids, "unk_token": unknown, **family.options}
     try:
-        fast = FastTokenizer.from_str(text)
-        fast.no_padding()
-        fast.no_truncation()
-        begin = fast.encode("").ids
+        if kind == "BPE":
+            arguments["merges"] = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
+        fast = FastTokenizer(getattr(models, kind)(**arguments))
+        family.steps(fast)
+        for special, add in ((True, fast.add_special_tokens), (False, fast.add_tokens)):
+            tokens = [token for token in added if token["special"] is special]
+            add([AddedToken(token["content"], normalized=token["normalized"], special=special) for token in tokens])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no exception class, and a Rust panic is no Exception
         raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {REDOWNLOAD}") from None
-    check_tokens(name, begin, fast.get_vocab_size(), vocabulary)
-    return Tokenizer(
-        lambda text: fast.encode(text).ids, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content
-    )
+    start, end = ([ids[token] for token in tokens] for tokens in (family.start, family.end))
+    encode = limited(lambda text: [*start, *fast.encode(text).ids, *end], vocabulary, name)
+    return Tokenizer(encode, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content)
 
 
 def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
     """Return the tokenizer in a serialised sentencepiece model, which single-file text encoders contain."""
     from sentencepiece import SentencePieceProcessor
 
-    check_sentencepiece(content, name)
     try:
-        processor = SentencePieceProcessor(model_proto=content, add_bos=True)
-        begin = processor.encode("")
+        processor = SentencePieceProcessor(model_proto=content + SETTINGS, add_bos=True)
+        pieces = processor.get_piece_size()
+        # `decode` would fail for a piece that is not UTF-8.
+        processor.id_to_piece(list(range(pieces)))
     except Exception as error:
         raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {REDOWNLOAD}") from None
-    check_tokens(name, begin, processor.get_piece_size(), vocabulary)
+    if pieces > vocabulary:
+        raise refused(name, f"{pieces} tokens", f"at most the model's {vocabulary}")
 
     def find(token: str) -> int | None:
         piece_id = processor.piece_to_id(token)
         return None if piece_id == processor.unk_id() else piece_id
 
-    return Tokenizer(processor.encode, processor.decode, find, PAD_TOKEN, "spiece_model", content)
+    def decode(ids: list[int]) -> str:
+        # The model may write ids of rows that no token uses.
+        return processor.decode([token for token in ids if token < pieces])
 
-
-def check_tokens(name: str, begin: list[int], words: int, vocabulary: int) -> None:
-    """Check the tokens of an empty text, `begin`, and the number of tokens, `words`."""
-    if begin != [BOS_TOKEN]:
-        raise CheckpointError(
-            f"{name}: got tokens {brief(begin)} for an empty text, expected Gemma's [{BOS_TOKEN}]; "
-            "use gemma-2-2b-it's tokenizer"
-        )
-    if words > vocabulary:
-        raise CheckpointError(
-            f"{name}: got {words} tokens, expected at most the text encoder's {vocabulary}; use that model's own"
-        )
-
-
-def checked_tokenizer(content: bytes, name: str) -> str:
-    """Return the text of the tokenizer.json `name` for the tokenizers library."""
-    document = parse_json(content, name)
-    for section, kinds in STEPS.items():
-        steps = list(steps_of(document.get(section), f"{name}: {section}"))
-        if len(steps) > MOST_STEPS:
-            raise refused(f"{name}: {section}", f"{len(steps)} steps", f"at most {MOST_STEPS}")
-        for step in steps:
-            check_step(step, kinds.split(), f"{name}: {section}")
-    added = document.get("added_tokens")
-    if isinstance(added, list):
-        longest = max((len(json.dumps(token)) for token in added), default=0)
-        if len(added) > MOST_ADDED or longest > LONGEST_STEP:
-            got = f"{len(added)}, the longest of {longest} characters"
-            raise refused(f"{name}: added_tokens", got, f"at most {MOST_ADDED} of {LONGEST_STEP} characters")
-    model = document.get("model")
-    if not isinstance(model, dict) or "type" in model:
-        check_model(model, f"{name}: model")
-        return content.decode()
-    # Old files of CLIPs do not name the kind, and the library would try all kinds.
-    document["model"] = {"type": "BPE", **model}
-    check_model(document["model"], f"{name}: model")
-    return json.dumps(document)
-
-
-def steps_of(step: object, name: str) -> Iterator[Json]:
-    """Yield `step` if there is one, and the steps in it."""
-    if step is None:
-        return
-    if not isinstance(step, dict):
-        raise refused(name, brief(step), "an object")
-    yield {key: value for key, value in step.items() if key not in INNER_STEPS}
-    for key in INNER_STEPS:
-        inner = step.get(key, [])
-        if not isinstance(inner, list):
-            raise refused(name, f"{key}: {brief(inner)}", "a list of steps")
-        for one in inner:
-            yield from steps_of(one, name)
-
-
-def check_step(step: Json, kinds: list[str], name: str) -> None:
-    """Raise CheckpointError for a step of another kind, and for one that could multiply a text or never end."""
-    kind = step.get("type")
-    if kind not in kinds:
-        raise refused(name, f"the step {brief(kind)}", f"one of {', '.join(kinds)}")
-    if len(json.dumps(step)) > LONGEST_STEP:
-        raise refused(name, f"a {kind} of {len(json.dumps(step))} characters", f"at most {LONGEST_STEP}")
-    for field in ("content", "prepend"):
-        if len(str(step.get(field, ""))) > 1:
-            raise refused(name, f"{kind} with {field}: {brief(step[field])}", "one character")
-    pattern = step.get("pattern")
-    regex = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
-    if not is_quick(str(regex)):
-        raise refused(name, f"the pattern {brief(regex)}", "one without groups and with at most two of * + ?")
-    template = step.get("single")
-    if isinstance(template, list) and sum("Sequence" in piece for piece in template if isinstance(piece, dict)) > 1:
-        raise refused(name, "a template that repeats the text", "the text once")
-    if kind == "TemplateProcessing" and not isinstance(template, list):
-        raise refused(name, f"the template {brief(template)}", "a list")
-
-
-def is_quick(regex: str) -> bool:
-    """Whether the time to search a text for `regex` cannot grow exponentially."""
-    unescaped = ESCAPE.sub("", regex)
-    return not re.search(r"[(){}\\]", unescaped) and len(re.findall(r"[*+?]", unescaped)) <= 2
-
-
-def check_model(model: object, name: str) -> None:
-    """Raise CheckpointError for a model of another kind, random merges, and long affixes."""
-    if not isinstance(model, dict) or model.get("type") not in MODELS:
-        got = brief(model.get("type") if isinstance(model, dict) else model)
-        raise refused(name, got, " or ".join(MODELS))
-    if model.get("dropout"):
-        raise refused(name, f"dropout: {brief(model['dropout'])}", "none")
-    for field in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if len(str(model.get(field))) > LONGEST_AFFIX:
-            raise refused(name, f"{field}: {brief(model[field])}", f"at most {LONGEST_AFFIX} characters")
+    encode = limited(processor.encode, vocabulary, name)
+    return Tokenizer(encode, decode, find, PAD_TOKEN, "spiece_model", content)
 
 
 def refused(name: str, got: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{name}: got {got}, expected {expected}, as in tokenizers of Gemma and CLIP; {REDOWNLOAD}")
-
-
-def check_sentencepiece(content: bytes, name: str) -> None:
-    """Raise CheckpointError for a sentencepiece model that replaces a character by a long text.
-
-    A map of characters is the size of an index in 4 bytes, the index, and the replacements, which end with 0.
-    """
-    try:
-        models = [spec for field, spec in protobuf_fields(content) if field in NORMALIZERS]
-        maps = [value for spec in models for field, value in protobuf_fields(spec) if field == CHARACTER_MAP]
-    except (IndexError, ValueError) as error:
-        raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {REDOWNLOAD}") from None
-    for character_map in maps:
-        replacements = character_map[4 + int.from_bytes(character_map[:4], "little") :]
-        longest = max(map(len, replacements.split(b"\0")))
-        if longest > LONGEST_REPLACEMENT:
-            raise refused(name, f"a character replaced by {longest} bytes", f"at most {LONGEST_REPLACEMENT}")
-
-
-def protobuf_fields(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and value of each field of a protobuf message. A number yields no bytes.
-
-    Raises IndexError or ValueError for a broken message.
-    """
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = content[at]
-            at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-            if shift > 63:
-                raise ValueError("a number is too long")
-
-    while at < len(content):
-        field, kind = divmod(varint(), 8)
-        if kind == 0:
-            varint()
-            yield field, b""
-            continue
-        size = {1: 8, 5: 4}.get(kind)
-        if size is None:
-            if kind != 2:
-                raise ValueError(f"a field has the kind {kind}")
-            size = varint()
-        if at + size > len(content):
-            raise ValueError("a field is longer than the file")
-        yield field, content[at : at + size]
-        at += size
+    return CheckpointError(f"{name}: got {got}, expected {expected}; use the model's own tokenizer, or {REDOWNLOAD}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..errors import CheckpointError
 from ..runtime.checks import check_text
 from .known_models import MAX_TOKENS
 from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
@@ -19,7 +20,7 @@ from ..runtime.text import get_logger
 
 logger = get_logger(__name__)
 
-# Characters beyond this are not tokenized, which would take long. MAX_TOKENS tokens have far fewer characters.
+# Characters beyond this are not tokenized, which would take long. The tokens that a model reads have far fewer.
 LONGEST_TEXT = 100_000
 # The instruction before the prompt in SANA's training: section 3.1 of the paper, chi_prompt in NVIDIA's configurations.
 INSTRUCTION = (
@@ -59,7 +60,7 @@ MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
 class Tokenizer(NamedTuple):
     """Functions between text and token ids, the padding token, and the content of the tokenizer's file."""
 
-    # Text to token ids, BOS first.
+    # Text to token ids, BOS first, as `limited` returns it.
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     # The id of a special token such as <end_of_turn>, or None.
@@ -68,6 +69,24 @@ class Tokenizer(NamedTuple):
     # spiece_model or tokenizer_json: the name of `content` in single-file text encoders.
     kind: str
     content: bytes
+
+
+def limited(encode: Callable[[str], list[int]], vocabulary: int, name: str) -> Callable[[str], list[int]]:
+    """Return `encode` for texts of any length: only the first LONGEST_TEXT characters are tokenized.
+
+    Every tokenizer passes here. On a GPU, an id beyond the `vocabulary` rows of the embedding would end the process.
+    """
+
+    def tokens(text: str) -> list[int]:
+        ids = encode(text[:LONGEST_TEXT])
+        if not all(0 <= token < vocabulary for token in ids):
+            raise CheckpointError(
+                f"{name}: got tokens from {min(ids)} to {max(ids)}, expected 0 to {vocabulary - 1}; use the model's "
+                "own tokenizer"
+            )
+        return ids
+
+    return tokens
 
 
 class TextEncoder(NamedTuple):
@@ -130,11 +149,11 @@ def read_prompt(
             notes.append(f"everything from {prompt[mark.start() :][:20]!r} on was cut: width and height set the size")
             prompt = prompt[: mark.start()]
         prompt = prompt.strip()
-    ids = encode(before + prompt[:LONGEST_TEXT])
+    ids = encode(before + prompt)
     tokens = len(ids) - length + max_tokens
     cut = tokens - max_tokens
     if cut > 0:
-        count = f"more than {cut}" if len(prompt) > LONGEST_TEXT else f"{cut} of {tokens}"
+        count = f"more than {cut}" if len(before + prompt) > LONGEST_TEXT else f"{cut} of {tokens}"
         notes.append(f"{count} tokens were cut: SANA reads {max_tokens}")
     return TokenizedPrompt(ids[:length], length, tokens, "; ".join(notes))
 

@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError, VersionError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_text
-from .text import Tokenizer
+from .text import LONGEST_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
@@ -41,6 +41,8 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system:
     if use_template:
         parts = [part.strip() for part in (system, text) if part.strip()]
         text = f"{START}user\n" + "\n\n".join(parts) + f"{END}\n{START}model\n"
+    if len(text) > LONGEST_TEXT:
+        raise InputError(f"text: got {len(text)} characters, expected at most {LONGEST_TEXT}; shorten it")
     bos = tokenizer.encode("")
     marks = {mark: tokenizer.find(mark) for mark in (START, END)}
     ids = list(bos)

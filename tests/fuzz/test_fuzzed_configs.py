@@ -1,8 +1,7 @@
-"""Broken configurations, schedulers, preview files and tokenizers: they load, or one line names the broken one."""
+"""Broken configurations, schedulers and preview files: they load, or one line names the broken one."""
 
 import json
 
-import layouts
 import pytest
 import torch
 from hypothesis import example, given
@@ -27,8 +26,6 @@ def changed(content: bytes):
 # the small checkpoint has these files from the bundled one
 SCHEDULER = changed((BUNDLED / "scheduler" / "scheduler_config.json").read_bytes())
 PREVIEW = changed((BUNDLED / "preview.json").read_bytes())
-TOKENIZER = changed((BUNDLED / "tokenizer" / "tokenizer.json").read_bytes())
-SETTINGS = changed((BUNDLED / "tokenizer" / "tokenizer_config.json").read_bytes())
 MODEL_INDEX = changed((BUNDLED / "model_index.json").read_bytes())
 
 
@@ -58,21 +55,6 @@ def test_model_indexes(survives, folder, content):
 def test_previews(survives, folder, content):
     file = folder / "preview.json"
     with_file(file, content, survives, lambda: read_preview(file), "preview.json")
-
-
-@given(content=TOKENIZER)
-def test_tokenizers(survives, folder, content):
-    def encode():
-        encoder = sana_core.load_text_encoder(folder)
-        sana_core.encode_prompts(encoder, ["a red circle"], instruction=False)
-
-    with_file(folder / "tokenizer" / "tokenizer.json", content, survives, encode, "tokenizer.json")
-
-
-@given(content=SETTINGS)
-def test_tokenizers_settings(survives, folder, content):
-    file = folder / "tokenizer" / "tokenizer_config.json"
-    with_file(file, content, survives, lambda: sana_core.load_text_encoder(folder), "tokenizer_config.json")
 
 
 RECORD = changed(json.dumps(Holder("0", "here", "now")._asdict()).encode())
@@ -105,13 +87,3 @@ def test_manifests(survives, held, data):
 @example(content="[" * 2000 + "]" * 2000)
 def test_records_of_who_holds_a_folder(survives, held, content):
     with_file(held.record, content, survives, lambda: read_record(held.record))
-
-
-@given(data=st.data())
-def test_sentencepiece_models(survives, tmp_path_factory, spiece, data):
-    folder = tmp_path_factory.getbasetemp() / "spiece"
-    if not folder.exists():
-        model = layouts.gemma(vocabulary=600)
-        layouts.save(model.state_dict(), folder / "gemma.safetensors")
-    (folder / "tokenizer.model").write_bytes(data.draw(changed_bytes(spiece)))
-    survives(lambda: sana_core.load_text_encoder(folder / "gemma.safetensors"), "tokenizer.model")

@@ -166,11 +166,11 @@ def small_gemma(install, spiece, monkeypatch):
     import comfy.text_encoders.llama as llama
 
     full = llama.Gemma2_2B_Config
-    tensors = {f"model.{key}": value for key, value in layouts.gemma(vocabulary=600).state_dict().items()}
-    tensors["spiece_model"] = torch.frombuffer(bytearray(spiece), dtype=torch.uint8)
 
-    def make(**changes):
-        config = SMALL | changes
+    def make(rows=600, **changes):
+        tensors = {f"model.{key}": value for key, value in layouts.gemma(vocabulary=rows).state_dict().items()}
+        tensors["spiece_model"] = torch.frombuffer(bytearray(spiece), dtype=torch.uint8)
+        config = SMALL | {"vocab_size": rows} | changes
         monkeypatch.setattr(llama, "Gemma2_2B_Config", lambda **settings: full(**{**settings, **config}))
         return install("text_encoders", "gemma_2_2b.safetensors", tensors)
 
@@ -196,6 +196,17 @@ def test_cores_pixeldit_clip_gives_the_same_embeddings(host, small_gemma, text, 
     assert torch.equal(our_extra["attention_mask"], their_extra["attention_mask"])
     valid = our_extra["attention_mask"].bool()
     torch.testing.assert_close(ours[valid], theirs[valid], atol=1e-4, rtol=0)
+
+
+def test_tokens_that_cores_pixeldit_clip_has_no_rows_for_are_refused(host, small_gemma):
+    """On a GPU they would end the process."""
+    graph = {
+        "clip": ("CLIPLoader", {"clip_name": small_gemma(rows=400), "type": "pixeldit"}),
+        "text": ("SanaNodesTextEncode", {"clip": ["clip", 0], "text": "a red circle", "instruction": False}),
+        "catch": ("Catch", {"value": ["text", 0], "name": "text"}),
+    }
+    with pytest.raises(NodeError, match=r"^clip: got tokens from \d+ to \d{3}, expected 0 to 399; use the model's own"):
+        host.run(graph)
 
 
 def test_another_clip_is_refused_before_anything_is_encoded(host, small_gemma):

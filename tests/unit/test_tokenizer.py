@@ -1,13 +1,21 @@
-"""Gemma's tokenizer from every place where it may be stored, and the resulting embeddings."""
+"""Gemma's tokenizer from every place where it may be stored, scorers' tokenizers, and the resulting embeddings."""
 
 import json
+import random
+from pathlib import Path
 
 import layouts
 import pytest
 import sentencepiece
 import torch
+from clips import byte_tokenizer, save_clip, word_tokenizer
+from tokenizers import Tokenizer
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 import sana_core
+from sana_core.checkpoints import clip
+from sana_core.checkpoints.tokenizer import json_tokenizer, sentencepiece_tokenizer
+from sana_core.model.text import LONGEST_TEXT
 
 PROMPTS = ["a red circle", "two  spaces, a tab\tand \U0001f3d4", "line\nbreak <bos> <end>", ""]
 
@@ -110,5 +118,128 @@ def test_a_tokenizer_may_have_fewer_tokens_than_the_model_and_none_more(single_f
         if works:
             assert sana_core.load_text_encoder(file).model.config.vocab_size == rows
         else:
-            with pytest.raises(ValueError, match="got 600 tokens, expected at most the text encoder's 599; use that"):
+            with pytest.raises(ValueError, match="got 600 tokens, expected at most the model's 599; use the"):
                 sana_core.load_text_encoder(file)
+
+
+DEMO = Path(__file__).parents[2] / "demo"
+LETTERS = [
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCXYZ",
+    "  \t\n\r\u00a0\u2003\u200b\x1c\x1f\x85\0",
+    "0123456789",
+    "'\".,!?-_<>|",
+    "\u96ea\u306e\u5c71\u4e2d\u6587",
+    "\U0001f3d4\U0001f600\U0001f468\u200d",
+    "\u00e9\u0301\u0308e\u1100\u1161\u11a8\U0001d160",
+    "\u0130\u03a3\u00df",
+    "\u2581",
+    "\u05d0\u0627\u0629",
+]
+PARTS = ["it's", "we'll", "don't ", "  a red house ", "a Blue boat.", "x" * 300, "\n\n\n", "\t\t", "<|StartOfText|>"]
+
+
+def random_texts(special, count=2000):
+    """Texts of letters of several scripts, of any character, and of `special` tokens."""
+    numbers = random.Random(0)
+    for _ in range(count):
+        text = ""
+        for _ in range(numbers.randint(0, 12)):
+            kind = numbers.random()
+            if kind < 0.2:
+                text += numbers.choice(special)
+            elif kind < 0.3:
+                text += numbers.choice(PARTS)
+            elif kind < 0.4:
+                text += chr(numbers.choice([numbers.randrange(0xD800), numbers.randrange(0xE000, 0x110000)]))
+            else:
+                text += "".join(numbers.choices(numbers.choice(LETTERS), k=numbers.randint(1, 7)))
+                text += numbers.choice(["", " ", "  "])
+        yield text
+
+
+def unpadded(content):
+    fast = Tokenizer.from_str(content.decode())
+    fast.no_padding()
+    return fast
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "posters"])
+def test_tokens_of_gemma_are_those_of_the_steps_in_the_file(checkpoint, folder):
+    folder = checkpoint if folder == "checkpoint" else DEMO / "sana-posters"
+    content = (folder / "tokenizer" / "tokenizer.json").read_bytes()
+    ours, theirs = json_tokenizer(content, "tokenizer.json", 2000), unpadded(content)
+    for text in random_texts(["<bos>", "<unk>", "<mask>", "<0x41>"]):
+        ids = theirs.encode(text).ids
+        assert ours.encode(text) == ids and ours.decode(ids) == theirs.decode(ids), ascii(text)
+
+
+def test_tokens_of_gemma_with_runs_of_newlines_are_those_of_the_steps_in_the_file(checkpoint):
+    """Gemma 2 has added tokens that are not special: runs of newlines and tabs. Some are not in the vocabulary here."""
+    document = json.loads((checkpoint / "tokenizer" / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    marks = ["<start_of_turn>", "\n\n", "\n\n\n", "\t\t", "\u2581\u2581\u2581", "<unused0>", "House"]
+    for number, mark in enumerate(marks, len(document["model"]["vocab"])):
+        kind = {"special": mark.startswith("<s"), "normalized": mark == "House"}
+        document["added_tokens"].append({"id": number, "content": mark, **flags, **kind})
+    content = json.dumps(document).encode()
+    ours, theirs = json_tokenizer(content, "tokenizer.json", 2000), unpadded(content)
+    assert ours.find("<start_of_turn>") == theirs.token_to_id("<start_of_turn>") == len(document["model"]["vocab"])
+    for text in random_texts(["<bos>", *marks]):
+        ids = theirs.encode(text).ids
+        assert ours.encode(text) == ids and ours.decode(ids) == theirs.decode(ids), ascii(text)
+
+
+@pytest.mark.parametrize("form", ["new", "old"])
+def test_tokens_of_clip_are_those_of_transformers(tmp_path, form):
+    theirs = byte_tokenizer()
+    theirs.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    if form == "old":
+        # As openai/clip-vit-large-patch14
+        del document["model"]["type"]
+        document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    tokenize = clip.load_tokenizer(tmp_path, 77, len(theirs))
+    loaded = CLIPTokenizer.from_pretrained(tmp_path)
+    for text in random_texts(["<|startoftext|>", "<|endoftext|>"]):
+        ids = tokenize(text)
+        assert ids == loaded(text, truncation=True, max_length=77).input_ids, ascii(text)
+        assert ids == theirs(text, truncation=True, max_length=77).input_ids, ascii(text)
+
+
+def test_tokens_of_the_demo_s_scorer_are_those_of_the_steps_in_the_file(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    for folder in (DEMO / "sana-posters-scorer", tmp_path):
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenize = clip.load_tokenizer(folder, 48, len(theirs))
+        for text in random_texts(list(theirs.get_vocab())):
+            assert tokenize(text) == theirs(text, truncation=True, max_length=48).input_ids, ascii(text)
+
+
+UNITS = ["a red house ", "circle", "\U0001f3d4\u96ea", "x", "\n", "a. "]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer_json", "spiece_model"])
+def test_the_tokens_that_sana_reads_are_those_of_the_whole_text(checkpoint, spiece, kind):
+    content = (checkpoint / "tokenizer" / "tokenizer.json").read_bytes()
+    if kind == "tokenizer_json":
+        ours, fast = json_tokenizer(content, kind, 1000), unpadded(content)
+        theirs = lambda text: fast.encode(text).ids  # noqa: E731
+    else:
+        ours = sentencepiece_tokenizer(spiece, kind, 1000)
+        theirs = sentencepiece.SentencePieceProcessor(model_proto=spiece, add_bos=True).encode
+    for unit in UNITS:
+        for length in (LONGEST_TEXT - 1, LONGEST_TEXT + 1, 2 * LONGEST_TEXT):
+            text = (unit * length)[:length]
+            assert ours.encode(text)[:5000] == theirs(text)[:5000]
+
+
+def test_the_tokens_that_a_scorer_reads_are_those_of_the_whole_text(tmp_path):
+    for number, theirs in enumerate((byte_tokenizer(), word_tokenizer())):
+        save_clip(tmp_path / str(number), tokenizer=theirs)
+        tokenize = clip.load_tokenizer(tmp_path / str(number), 77, len(theirs))
+        for unit in UNITS[:3]:
+            for length in (LONGEST_TEXT - 1, LONGEST_TEXT + 1, 2 * LONGEST_TEXT):
+                text = (unit * length)[:length]
+                assert tokenize(text) == theirs(text, truncation=True, max_length=77).input_ids

@@ -169,6 +169,12 @@ def test_a_system_prompt_without_the_template_is_refused(gemma_tokenizer, text, 
         read_request(ours, text, template, "Answer in one word.")
 
 
+def test_a_request_of_a_megabyte_is_refused(gemma_tokenizer):
+    ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
+    with pytest.raises(ValueError, match=r"^text: got 10000\d\d characters, expected at most 100000; shorten it$"):
+        read_request(ours, "a" * 10**6)
+
+
 def test_a_text_ends_at_the_end_of_a_turn_and_at_every_eos_of_the_model(gemma_tokenizer, checkpoint):
     ours = json_tokenizer(gemma_tokenizer.backend_tokenizer.to_str().encode(), "tokenizer", 10**6)
     model = layouts.gemma()

@@ -21,6 +21,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
 
 from ....sana_core.errors import VersionError
+from ....sana_core.model.text import limited
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -139,14 +140,15 @@ def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> Non
     comfy.lora.model_lora_keys_unet = model_lora_keys_unet
 
 
-def pixeldit_tokenizer(tokenizer: object) -> tuple[Callable[[str], list[int]], int] | None:
+def pixeldit_tokenizer(clip: comfy.sd.CLIP) -> tuple[Callable[[str], list[int]], int] | None:
     """Return the tokenizer function and the padding token of CLIPLoader's Gemma 2 of type pixeldit, else None."""
     from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
 
-    if not isinstance(tokenizer, PixelDiTGemma2Tokenizer):
+    if not isinstance(clip.tokenizer, PixelDiTGemma2Tokenizer):
         return None
-    gemma = tokenizer.gemma2_2b
-    return lambda text: gemma.tokenizer(text)["input_ids"], gemma.pad_token
+    gemma = clip.tokenizer.gemma2_2b
+    vocabulary = clip.cond_stage_model.gemma2_2b.transformer.get_input_embeddings().weight.shape[0]
+    return limited(lambda text: gemma.tokenizer(text)["input_ids"], vocabulary, "clip"), gemma.pad_token
 
 
 def patches_of(patcher: ModelPatcher) -> set[str]:

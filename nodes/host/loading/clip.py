@@ -225,7 +225,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Tok
     if isinstance(clip.tokenizer, SanaTokenizer):
         split, pad_token = clip.tokenizer.tokenizer.encode, clip.tokenizer.tokenizer.pad_token
         reference = clip.tokenizer.reference
-    elif theirs := pixeldit_tokenizer(clip.tokenizer):
+    elif theirs := pixeldit_tokenizer(clip):
         # ComfyUI's tokenization for pixeldit would add the instruction to negative prompts too.
         split, pad_token = theirs
     else:
