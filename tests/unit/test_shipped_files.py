@@ -10,6 +10,8 @@ import pytest
 from setup import ROOT
 from versions import lowest_python, lowest_versions
 
+from sana_core import errors
+
 SHIPPED = [ROOT / "__init__.py", *sorted(ROOT.glob("nodes/**/*.py")), *sorted(ROOT.glob("sana_core/**/*.py"))]
 BANNED_CALLS = {"print", "eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "requests", "aiohttp"}
@@ -25,6 +27,30 @@ CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
 # configuration that `check_config` has read, and read no file.
 CHECKED_LOOKUPS = {
     ("sana_core/checkpoints/load.py", "build_module", "from_config"),
+}
+
+# (module, name): where text could leave without passing through `one_line` of sana_core/runtime/text.py.
+WAYS_OUT = {("logging", name) for name in ("getLogger", "debug", "info", "warning", "error", "critical", "exception")}
+WAYS_OUT |= {("warnings", "warn"), ("warnings", "warn_explicit"), ("traceback", "print_exc"), ("sys", "excepthook")}
+WAYS_OUT |= {("sys", name) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+# These methods of ComfyUI's server take text for the canvas.
+CANVAS = {"send_progress_text", "send_sync"}
+# Names of the errors' classes.
+ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+# {a way out: the files, and folders with a slash at the end, that may use it}
+USES_WAY_OUT = {
+    # The actor returns the warnings of a call to the caller.
+    "getLogger": {"sana_core/runtime/text.py", "sana_core/cluster/actor.py"},
+    "send_progress_text": {"nodes/host/report.py"},
+    "send_sync": {"nodes/host/report.py"},
+    "stdout": {"sana_core/runtime/text.py", "sana_core/__main__.py", "sana_core/commands/"},
+    # The processes of a parallel training say when another one is lost.
+    "stderr": {
+        *("sana_core/runtime/text.py", "sana_core/__main__.py", "sana_core/commands/"),
+        "sana_core/training/ranks.py",
+    },
+    # The command line replaces streams that the shell has closed.
+    "getattr sys": {"sana_core/__main__.py"},
 }
 
 
@@ -92,6 +118,76 @@ def test_no_call_looks_up_a_class_by_a_name_in_a_folder():
 )
 def test_every_lookup_of_a_class_by_name_is_detected(source, name):
     assert lookups(f"def load(folder):\n    {source.splitlines()[0]}") == {("load", name)}
+
+
+def ways_out(source):
+    """Return all ways in `source` by which text leaves, and the classes of errors that change their message."""
+    tree, ways = ast.parse(source), set()
+    modules = {module for module, _ in WAYS_OUT}
+    # {name in this file: module}, because a module may have another name.
+    names = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in modules
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            ways.update(alias.name for alias in node.names if (node.module, alias.name) in WAYS_OUT)
+        elif isinstance(node, ast.Attribute):
+            module = names.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            if node.attr in CANVAS or (module, node.attr) in WAYS_OUT:
+                ways.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
+            module, name = names.get(getattr(node.args[0], "id", "")), getattr(node.args[1], "value", None)
+            if module and name is None:
+                # The name is computed, and may be any of the module's.
+                ways.add(f"getattr {module}")
+            elif (module, name) in WAYS_OUT:
+                ways.add(name)
+        elif isinstance(node, ast.ClassDef):
+            bases = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+            methods = {entry.name for entry in node.body if isinstance(entry, ast.FunctionDef)}
+            if bases & ERRORS and methods & {"__init__", "__new__", "__str__", "__repr__", "__reduce__"}:
+                ways.add(node.name)
+    return ways
+
+
+def may_use(file, way):
+    return any(file == allowed or (allowed[-1] == "/" and file.startswith(allowed)) for allowed in USES_WAY_OUT[way])
+
+
+def test_text_leaves_only_through_the_boundary():
+    uses = [
+        (path.relative_to(ROOT).as_posix(), way)
+        for path in SHIPPED
+        if path.name != "errors.py"
+        for way in ways_out(path.read_text(encoding="ascii"))
+    ]
+    assert {way for _, way in uses} == USES_WAY_OUT.keys()
+    assert not [(file, way) for file, way in uses if not may_use(file, way)]
+
+
+@pytest.mark.parametrize(
+    "source, way",
+    [
+        ("import logging\nlogger = logging.getLogger(__name__)", "getLogger"),
+        ("import logging as log\nlog.warning(name)", "warning"),
+        ("from logging import getLogger", "getLogger"),
+        ("import warnings\nwarnings.warn(name)", "warn"),
+        ("import sys\nsys.stderr.write(name)", "stderr"),
+        ("from sys import stdout as out", "stdout"),
+        ("import sys\nwrite = getattr(sys, 'stdout').write", "stdout"),
+        ("import sys\nwrite = getattr(sys, name).write", "getattr sys"),
+        ("PromptServer.instance.send_progress_text(name, node)", "send_progress_text"),
+        ("server.send_sync('note', {'text': name})", "send_sync"),
+        ("class NameError(InputError):\n    def __str__(self):\n        return self.name", "NameError"),
+        ("class NameError(errors.InputError):\n    def __init__(self, name):\n        self.name = name", "NameError"),
+    ],
+)
+def test_every_way_around_the_boundary_is_detected(source, way):
+    assert ways_out(source) == {way}
 
 
 def test_sana_core_never_looks_up():
