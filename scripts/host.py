@@ -152,16 +152,16 @@ def refusal(answer: dict) -> str:
     return "\n".join(lines) or answer["error"]["message"]
 
 
-def run_graph(server: Server, graph: dict) -> Iterator[dict | bytes]:
+def run_graph(server: Server, graph: dict, timeout: float = 300) -> Iterator[dict | bytes]:
     """Queue `graph` and yield its events until it ends or is cancelled: dicts, and bytes for previews.
 
-    Raises GraphError with the node's message if a node fails.
+    Raises GraphError with the node's message if a node fails, and TimeoutError if no event comes in `timeout` seconds.
     """
     client_id = uuid.uuid4().hex
     with connect(f"ws://{server.address}/ws?clientId={client_id}", max_size=None) as stream:
         prompt_id = queue(server, graph, client_id)
         while True:
-            message = stream.recv(timeout=300)
+            message = stream.recv(timeout=timeout)
             if isinstance(message, bytes):
                 yield message
                 continue

@@ -10,6 +10,7 @@ def is_ours(error):
     return any(kind.__name__ == SanaError.__name__ for kind in type(error).__mro__)
 
 
-def check_line(message):
-    assert len(message) < LONGEST_MESSAGE and "\n" not in message and ": " in message, message
-    message.encode()
+def check_line(message, longest=LONGEST_MESSAGE):
+    """Check that `message` is one short line that any log can write and no terminal obeys."""
+    assert len(message) < longest and ": " in message, message
+    assert message.isprintable(), ascii(message)
