@@ -132,8 +132,6 @@ PLACES = {
     "a folder's name as a file's": (text, "{}/"),
     "too long": (lambda path: None, "{}" + 300 * "x" + "{suffix}"),
     "much too long": (lambda path: None, 5000 * "x" + "{}{suffix}"),
-    "with a line break": (lambda path: None, "{}\nsecond line{suffix}"),
-    "not in UTF-8": (lambda path: None, "{}\udce9{suffix}"),
     "the null device": (lambda path: None, "/dev/null"),
     "nothing": (lambda path: None, ""),
 }
