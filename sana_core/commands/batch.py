@@ -6,7 +6,6 @@ Each image is written as soon as it is finished. An interrupted run resumes when
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 import time
 from collections.abc import Generator, Mapping
@@ -31,7 +30,7 @@ from ..generate import find_backend
 from ..runtime.atomic_files import make_folder
 from ..runtime.cancellation import noting_interrupts
 from ..runtime.folder_lock import Hold, hold
-from ..runtime.text import Json
+from ..runtime.text import Json, write_lines
 from .options import (
     add_sampling_options,
     cluster_of,
@@ -117,7 +116,7 @@ def generate_missing(
         workload, total = without_finished(workload, best), len(workload.prompts) * best.keep
         existing = len(workload.done) // best.of * best.keep
     if existing:
-        sys.stdout.write(f"{existing} of {total} images exist\n")
+        write_lines(f"{existing} of {total} images exist")
     started = time.monotonic()
     report, shared = WorkerReport(), held if arguments.out_shared else None
     run = BatchRun(folder, Progress(total, existing), report, str(arguments.checkpoint))
@@ -139,16 +138,16 @@ def generate_missing(
             raise OutputError(
                 f"out: cannot write into {folder.path} ({error.strerror or error}); {len(folder.entries)} of {total} "
                 "images exist; run the same command for the rest"
-            ) from error
+            ) from None
         raise
     folder.write_manifest()
     if arguments.report:
         seconds, count = time.monotonic() - started, len(workload.remaining)
-        sys.stdout.write(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second\n")
+        write_lines(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second")
         for worker, number in report.finished.items():
-            sys.stdout.write(f"  {worker}: {number}\n")
+            write_lines(f"  {worker}: {number}")
         for refusal in report.refused.values():
-            sys.stdout.write(f"  left out: {refusal}\n")
+            write_lines(f"  left out: {refusal}")
     if run.failed:
         raise failed_images(run.failed, "the same command tries them again")
 
@@ -195,8 +194,7 @@ class BatchRun:
             raise DiskError(*error.args) from error
         with self.lock:
             self.progress.step()
-            sys.stdout.write(f"{path} ({self.progress.describe(len(self.report.ready))})\n")
-            sys.stdout.flush()
+            write_lines(f"{path} ({self.progress.describe(len(self.report.ready))})")
 
     def fail(self, image: ImageSpec, reason: str) -> None:
         """Report an image that failed."""

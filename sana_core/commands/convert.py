@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ..checkpoints.convert import convert_checkpoint
+from ..runtime.text import write_lines
 from .options import path_of
 
 EXAMPLE = """example:
@@ -23,4 +23,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     chosen = arguments.dtype, arguments.resolution, arguments.ema
     for line in convert_checkpoint(arguments.source, arguments.target, *chosen):
-        sys.stdout.write(f"{line}\n")
+        write_lines(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from ..runtime.accelerator import chosen_device
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.checks import check_number
 from ..runtime.image_files import WRITERS, levels
+from ..runtime.text import write_lines
 from ..runtime.user_files import read_user_file
 from .options import path_of, progress_line
 
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
     for index, path in enumerate(names):
         options = DecodeOptions(arguments.method, budget)
         report = decode_to_file(autoencoder, latents[index : index + 1], path, options, arguments.overwrite)
-        sys.stdout.write(f"{path}\n")
+        write_lines(path)
         if arguments.report:
-            sys.stdout.write(json.dumps(report) + "\n")
+            write_lines(json.dumps(report))
 
 
 def decode_to_file(

@@ -17,6 +17,7 @@ from ..doctor.report import SECONDS
 from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import output_file
 from ..runtime.checks import check_number
+from ..runtime.text import write_lines
 from .options import path_of
 
 LARGEST_SECONDS = 1_000_000
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         with output_file(arguments.json, field="json") as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    sys.stdout.write(report.markdown())
+    write_lines(*report.markdown().splitlines())
     return int(bool(report.faults))
 
 

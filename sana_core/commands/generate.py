@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from ..batch.pipeline import local_devices
 from ..batch.plan import ImageSpec, batch_images
@@ -15,7 +14,7 @@ from ..generate import generate
 from ..model.known_models import VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
-from ..runtime.text import Json, get_logger
+from ..runtime.text import Json, get_logger, write_lines
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
@@ -92,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
             # The other images are in memory only.
             failures.append(error)
         else:
-            sys.stdout.write(f"{path}\n")
+            write_lines(path)
     for other_failure in failures[1:]:
         logger.warning("%s", other_failure)
     if failures:
@@ -135,4 +134,4 @@ def run_video(arguments: argparse.Namespace) -> None:
         *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
     )
     write_video(arguments.out, generated, arguments.overwrite, model.rate)
-    sys.stdout.write(f"{arguments.out}\n")
+    write_lines(arguments.out)

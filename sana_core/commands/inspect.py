@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..checkpoints.generation import checkpoint_notes
+from ..runtime.text import write_lines
 from .options import path_of
 
 EXAMPLE = """example:
@@ -20,11 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     for path in arguments.paths:
         info = inspect_checkpoint(path)
-        sys.stdout.write(f"{path}: {sentence(info)}\n")
+        write_lines(f"{path}: {sentence(info)}")
         for part in info.parts:
-            sys.stdout.write(f"  {sentence(part)}\n")
+            write_lines(f"  {sentence(part)}")
         for note in checkpoint_notes(info):
-            sys.stdout.write(f"  {note}\n")
+            write_lines(f"  {note}")
 
 
 def sentence(info: Checkpoint) -> str:

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
 from ..model.reference import AUTO, REFERENCE_HELP, REFERENCES
 from ..runtime.accelerator import has_bf16
+from ..runtime.text import one_line
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +174,7 @@ def show_scheduler(checkpoint: Checkpoint) -> None:
 
 def show_status(text: str) -> None:
     """Write a line about the progress of the run."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{one_line(text)}\n")
     sys.stderr.flush()
 
 

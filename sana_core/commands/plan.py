@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import torch
 
@@ -13,6 +12,7 @@ from ..batch.pipeline import local_devices
 from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
+from ..runtime.text import write_lines
 from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VideoPlan, plan_video
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     cost = None if arguments.split is None else find_cost(arguments, DTYPES[gpu.dtype])
     if arguments.json:
         shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}
-        sys.stdout.write(json.dumps({**plan, **shared, "answer": sentence}, indent=2) + "\n")
+        write_lines(*json.dumps({**plan, **shared, "answer": sentence}, indent=2).splitlines())
         return
     lines = [sentence, "", f"{'GB (10^9 bytes)':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
     for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"])):
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         lines += ["", *columns(model_table()), PREDICTED]
     if cost is not None:
         lines += describe(cost)
-    sys.stdout.write("\n".join(lines) + "\n")
+    write_lines(*lines)
 
 
 def video_answer(gpu: Gpu, plan: VideoPlan) -> str:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..runtime.text import write_lines
 from .options import path_of, progress_line
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     if planned:
         with progress_line() as show:
             lines = plan_lines(settings, arguments.card, arguments.cards, lambda text: show(f"{text:<70}"))
-        sys.stdout.write("\n".join(lines) + "\n")
+        write_lines(*lines)
         return
     with joined(settings.device) as ranks:
         run_training(settings, ranks, arguments.tensorboard and ranks.first, arguments.wandb and ranks.first)
@@ -116,7 +117,7 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         show = stack.enter_context(progress_line())
         path = train(settings, report, progress if ranks.first else ignore, poll, ranks=ranks)
     if ranks.first:
-        sys.stdout.write(f"{path}\n")
+        write_lines(path)
 
 
 def plan_lines(

@@ -17,6 +17,8 @@ Json = dict[str, Any]
 
 # Characters of an error or of a line in a log. An error that lists the choices of a loader may be long.
 LONGEST_LINE = 2000
+# Characters of a line of a command's results.
+LONGEST_RESULT = 10_000
 # Characters at the end of a line that is too long. Errors end with their remedy.
 TAIL = 400
 
@@ -36,6 +38,13 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
     return text
+
+
+def write_lines(*lines: object) -> None:
+    """Write the results of a command to stdout."""
+    for line in lines:
+        sys.stdout.write(f"{one_line(str(line), LONGEST_RESULT)}\n")
+    sys.stdout.flush()
 
 
 def shown(file: Path) -> str:

@@ -43,7 +43,7 @@ USES_WAY_OUT = {
     "getLogger": {"sana_core/runtime/text.py", "sana_core/cluster/actor.py"},
     "send_progress_text": {"nodes/host/report.py"},
     "send_sync": {"nodes/host/report.py"},
-    "stdout": {"sana_core/runtime/text.py", "sana_core/__main__.py", "sana_core/commands/"},
+    "stdout": {"sana_core/runtime/text.py", "sana_core/__main__.py"},
     # The processes of a parallel training say when another one is lost.
     "stderr": {
         *("sana_core/runtime/text.py", "sana_core/__main__.py", "sana_core/commands/"),
