@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, MissingFileError
+from ..runtime.checks import RENAME, check_text
 from ..runtime.text import brief, shown
 from .files import REDOWNLOAD, opened, parse_json, read_json
 from .pickled import EMA, list_pickled, read_pickled
@@ -240,6 +241,7 @@ def map_file(file: Path, names: Collection[str] | None = None, ema: bool = False
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_text(shown(file), str(file), RENAME)
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:

@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from unicodedata import normalize
 
+from ..checkpoints.files import readable
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.atomic_files import reason_of
 from ..runtime.cancellation import Poll, no_poll
@@ -236,14 +237,16 @@ def list_samples(path: Path, faults: Faults, remarks: Remarks) -> Iterator[Sampl
     A folder or tar that cannot be read may contain many good images, so `skip_broken` never skips it: its fault is
     added to `faults`.
     """
-    if path.is_dir():
-        path = next((path / name for name in (METADATA, WIDS_INDEX) if (path / name).is_file()), path)
+    with readable(path):
+        exists = path.exists()
+        if path.is_dir():
+            path = next((path / name for name in (METADATA, WIDS_INDEX) if (path / name).is_file()), path)
     tars: dict[str, Path] = {}
     if path.is_dir():
         files = list_folder(path, faults, remarks)
         yield from join_files({name: FileRange(file) for name, file in files.items()}, "", remarks)
         tars = {name: file for name, file in files.items() if name.lower().endswith(".tar")}
-    elif not path.exists():
+    elif not exists:
         raise MissingFileError(f"dataset: no file or folder {path}, expected a folder of images; see its spelling")
     elif path.suffix.lower() == ".jsonl":
         yield from read_lines(path, remarks)
@@ -550,7 +553,9 @@ def check_inner(inner: object, name: str) -> str:
         windows_path = PureWindowsPath(inner)
         if not windows_path.anchor and ".." not in windows_path.parts:
             return str(PurePosixPath(inner))
-    raise InputError(f"{name}: got the path {brief(inner)}, expected one inside the data set; rename it")
+    raise InputError(
+        f"{name}: got the path {brief(inner)}, expected one inside the data set of printable characters; rename it"
+    )
 
 
 def find_inside(root: Path, inner: str, name: str) -> Path:
