@@ -168,7 +168,7 @@ def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> 
             model = CLIPModel(config)
     except Exception as error:  # transformers raises many kinds for sizes that do not fit each other
         reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(f"{shown(folder / 'config.json')}: builds no CLIP ({reason}); {REDOWNLOAD}") from error
+        raise CheckpointError(f"{shown(folder / 'config.json')}: builds no CLIP ({reason}); {REDOWNLOAD}") from None
     expected = dict(model.named_parameters())
     check_whole_clip(folder, weights.headers, expected.keys())
     for name, parameter in expected.items():
@@ -211,7 +211,7 @@ def load_processor(folder: Path, pixels: int) -> Callable[[Image.Image], torch.T
         pixel_values = processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
     except Exception as error:
         reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(f"{shown(file)}: transformers cannot use it ({reason}); {REDOWNLOAD}") from error
+        raise CheckpointError(f"{shown(file)}: transformers cannot use it ({reason}); {REDOWNLOAD}") from None
     if pixel_values.shape != (1, 3, pixels, pixels):
         got = " x ".join(map(str, pixel_values.shape[2:]))
         raise CheckpointError(

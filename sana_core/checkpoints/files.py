@@ -38,7 +38,7 @@ def readable(path: Path) -> Iterator[None]:
         reason = error.strerror or type(error).__name__
         raise ReadError(
             f"{brief(shown(path), LONGEST_NAME)}: cannot be read ({reason}); see its rights, its links and its disk"
-        ) from error
+        ) from None
 
 
 @contextmanager

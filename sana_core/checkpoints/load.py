@@ -102,7 +102,7 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
         raise CheckpointError(
             f"{part.name}: its config or its tensors' shapes build no {part.kind} ({reason}); use another file, or the "
             "model's own config.json"
-        ) from error
+        ) from None
 
 
 def library_class(part: Checkpoint) -> Any:
@@ -121,7 +121,7 @@ def library_class(part: Checkpoint) -> Any:
         raise VersionError(
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
-        ) from error
+        ) from None
     if part.kind == "text_encoder":
         return Gemma2Model
     is_ltx = part.variant.startswith("ltx-2")

@@ -106,7 +106,7 @@ def read_pickled(
         try:
             mapped_file = torch.UntypedStorage.from_file(str(file), False, size) if mapped else None
         except RuntimeError as error:
-            raise ReadError(f"{shown(file)}: cannot be read ({brief(error)}); see its rights and its disk") from error
+            raise ReadError(f"{shown(file)}: cannot be read ({brief(error)}); see its rights and its disk") from None
         for name, tensor in chosen.items():
             if names is not None and name not in names:
                 continue

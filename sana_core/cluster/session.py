@@ -84,7 +84,7 @@ class Session:
                 if isinstance(error, SanaError) or not is_of_ray(error):
                     raise
                 self.lost = True
-                raise LostError(brief(error)) from error
+                raise LostError(brief(error)) from None
             finally:
                 self.used = time.monotonic()
                 if self.lost:

@@ -173,4 +173,4 @@ class Worker:
         except OSError as error:
             raise OutputError(
                 f"out: cannot write into {folder} ({error.strerror or error}); see its rights and its disk"
-            ) from error
+            ) from None

@@ -74,14 +74,14 @@ def output_file(path: Path, replace: bool = False, field: str = "out") -> Iterat
                 raise OutputError(
                     f"{field}: {path} cannot be written ({reason_of(error)}); close the program that has it open; the "
                     f"new file is at {move_beside(part, path)}"
-                ) from error
+                ) from None
     except (SanaError, BrokenPipeError):
         # A SanaError names another file. BrokenPipeError: nobody reads the progress any more.
         raise
     except OSError as error:
         raise OutputError(
             f"{field}: {path} cannot be written ({reason_of(error)}); check its folder, permissions and disk"
-        ) from error
+        ) from None
 
 
 def part_prefix() -> str:
@@ -274,7 +274,7 @@ def make_folder(path: Path) -> None:
     except OSError as error:
         raise OutputError(
             f"out: got {path.absolute()}, expected a folder that you can write to ({error.strerror}); choose another"
-        ) from error
+        ) from None
 
 
 def digest_of(data: bytes) -> str:

@@ -49,7 +49,7 @@ def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> It
     except OSError as error:
         raise ReadError(
             f"{name}: cannot be read ({reason_of(error)}); see its rights, its links and its disk"
-        ) from error
+        ) from None
 
 
 def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> bytes:

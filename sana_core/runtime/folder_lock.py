@@ -261,7 +261,7 @@ def check_run(folder: Path, run: str) -> None:
     except OSError as error:
         raise OutputError(
             f"out: cannot write into {folder} ({error.strerror}); check its permissions and disk"
-        ) from error
+        ) from None
 
 
 def kept_states(run: Path) -> list[Path]:

@@ -214,7 +214,7 @@ def write_sheet(out: Path, parts: Path, best: int | None) -> None:
     except ExistingFileError:
         raise
     except OSError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         logger.warning("%s is not written now (%s)", SHEET, reason_of(cause))
 
 

@@ -190,6 +190,26 @@ def test_every_way_around_the_boundary_is_detected(source, way):
     assert ways_out(source) == {way}
 
 
+def causes(source):
+    """Return the lines that raise an error of errors.py with a cause."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.cause, ast.Name)
+        if getattr(node.exc.func, "id", "") in ERRORS
+    ]
+
+
+def test_no_error_has_a_cause_that_a_log_would_write():
+    """ComfyUI logs the causes of an error too, and they may contain any path.
+
+    Those of a training stay. SANA Train removes them, and ranks look at them.
+    """
+    assert causes("try:\n    pass\nexcept OSError as error:\n    raise ReadError('a') from error") == [4]
+    paths = [path for path in SHIPPED if ROOT / "sana_core" / "training" not in path.parents]
+    assert not [(path.name, causes(path.read_text(encoding="ascii"))) for path in paths if causes(path.read_text())]
+
+
 def test_sana_core_never_looks_up():
     for path in ROOT.glob("sana_core/**/*.py"):
         assert not re.search(r"^\s*(from|import) (comfy|nodes|folder_paths|sana_core)", path.read_text(), re.M), path

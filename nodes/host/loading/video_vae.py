@@ -50,7 +50,7 @@ def load_video_vae(checkpoint: Checkpoint) -> comfy.sd.VAE:
         if is_out_of_memory(error):
             raise
         reason = brief(str(error) or type(error).__name__, 100)
-        raise CheckpointError(f"{checkpoint.name}: builds no video VAE ({reason}); download it again") from error
+        raise CheckpointError(f"{checkpoint.name}: builds no video VAE ({reason}); download it again") from None
 
 
 def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.VAE:

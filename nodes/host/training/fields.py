@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....sana_core.errors import SanaError
+from ....sana_core.runtime.text import one_line
 from ....sana_core.training.settings import ADAPTERS, SCHEDULES, FieldInfo, describe_field
 
 if TYPE_CHECKING:
@@ -126,8 +127,6 @@ def naming_widgets(existing_lora: str = "") -> Iterator[None]:
         yield
     except SanaError as error:
         text = with_widgets(str(error))
-        if existing_lora and text.partition(": ")[0].endswith(Path(existing_lora).name):
+        if existing_lora and text.partition(": ")[0].endswith(one_line(Path(existing_lora).name)):
             text = f"existing_lora: {text}"
-        if text == str(error):
-            raise
         raise type(error)(text) from None

@@ -36,7 +36,7 @@ def list_result(files: Mapping[str, Path], settings: TrainingSettings, kind: str
                 raise OutputError(
                     f"name: {copy.parent} cannot be made ({reason_of(error)}); see its rights and its disk, then Run "
                     f"again, which trains nothing; the result is {file}"
-                ) from error
+                ) from None
             with output_file(copy, replace=True, field="name") as part:
                 shutil.copyfile(file, part)
     note = "" if name == settings.name else f"; {settings.name}{weights} is another file, which stays"
