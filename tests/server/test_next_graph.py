@@ -98,6 +98,10 @@ def unreadable(path):
     path.chmod(0)
 
 
+def loop(path):
+    path.symlink_to(path.name)
+
+
 FAULTS = {
     "incomplete": incomplete,
     "garbage": garbage,
@@ -162,7 +166,7 @@ def make_fault(server, base, clip_folder, kind, name, fault):
             shutil.copy(EXAMPLE, broken)
         return path, graph
     broken.unlink(missing_ok=True)
-    FAULTS[fault](broken)
+    {**FAULTS, "a loop": loop}[fault](broken)
     return path, graph
 
 
@@ -321,6 +325,9 @@ def test_the_next_graph_runs_on_a_server_whose_log_is_not_utf_8(tmp_path, clip_f
             example = EXAMPLES[("Chinese", "Latin-1", "emoji")[number % 3]]
             fault = list(FAULTS)[number % len(FAULTS)]
             check_fault(server, base_directory(name), clip_folder, demo, kind, example, fault, encoding="cp1252")
+        # The error of the operating system that led to ours contains the path too, and the host logs both.
+        base, chinese = base_directory(name), EXAMPLES["Chinese"]
+        check_fault(server, base, clip_folder, demo, "diffusers folder", chinese, "a loop", encoding="cp1252")
         graph = copy.deepcopy(demo)
-        graph["2"]["inputs"]["text"] = EXAMPLES["Chinese"]
+        graph["2"]["inputs"]["text"] = chinese
         check_case(server, demo, "a Chinese prompt", graph, has_error=False, encoding="cp1252")
