@@ -10,13 +10,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..runtime.checks import check_text
+from ..runtime.text import get_logger
 from .known_models import MAX_TOKENS
 from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
 
 if TYPE_CHECKING:
     from transformers import Gemma2Model
-
-from ..runtime.text import get_logger
 
 logger = get_logger(__name__)
 

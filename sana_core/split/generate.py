@@ -27,14 +27,13 @@ from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.text import get_logger
 from ..sampling.guidance import ShardedModel
 from .devices import Split
 from .speed import relative_speeds
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
-
-from ..runtime.text import get_logger
 
 logger = get_logger(__name__)
 

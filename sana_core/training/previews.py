@@ -24,6 +24,7 @@ from ..runtime.atomic_files import digest_of, reason_of, write_whole
 from ..runtime.cancellation import Poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
+from ..runtime.text import get_logger
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded, read_entry
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
@@ -33,8 +34,6 @@ from .trained_model import adapter_tensors, add_adapter, merged
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
-
-from ..runtime.text import get_logger
 
 logger = get_logger(__name__)
 # The text entry of a PNG that marks it as a sheet.

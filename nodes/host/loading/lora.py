@@ -18,6 +18,7 @@ from ....sana_core.checkpoints.lora import (
     reference_note,
     written_names,
 )
+from ....sana_core.runtime.text import get_logger
 from ..sampling.guidance import require_sana
 from ..sampling.model import SanaModel
 from .adapters import fitting_patches, patch_of
@@ -25,8 +26,6 @@ from .weights import read
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-from ....sana_core.runtime.text import get_logger
 
 logger = get_logger(__name__)
 PREFIX = "diffusion_model."

@@ -18,14 +18,13 @@ from ....sana_core.errors import CheckpointError, InputError
 from ....sana_core.runtime.cancellation import Polled
 from ....sana_core.runtime.checks import check_text
 from ....sana_core.runtime.image_files import levels
+from ....sana_core.runtime.text import get_logger
 from ..bars import PAPER, TEXT, as_image
 from ..sampling.sampler import SEED
 from .vae import SanaAutoencoder, check_decodable
 
 if TYPE_CHECKING:
     import comfy.sd
-
-from ....sana_core.runtime.text import get_logger
 
 logger = get_logger(__name__)
 

@@ -19,6 +19,7 @@ from ....sana_core.errors import InputError, first_line
 from ....sana_core.model.forward import shard_velocity, velocity
 from ....sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
+from ....sana_core.runtime.text import get_logger
 from ....sana_core.split.devices import Split
 from ....sana_core.split.speed import relative_speeds
 from ..batch.replicas import clone_patcher
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .prompts import PromptBatch
-
-from ....sana_core.runtime.text import get_logger
 
 logger = get_logger(__name__)
 

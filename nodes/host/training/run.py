@@ -13,6 +13,7 @@ from ....sana_core.batch.prompts import split_prompts
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError
+from ....sana_core.runtime.text import get_logger
 from ....sana_core.training.plan import REACHED, Base, Plan, fit_lines, measured_seconds, plan_training, read_base
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ....sana_core.training.states import clock, find_states, read_losses
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .datasets import Dataset
-
-from ....sana_core.runtime.text import get_logger
 
 logger = get_logger(__name__)
 
