@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-def without_folder(shown: type[T]) -> type[T]:
-    """Remove the pack's folder from the name of a class whose errors or objects ComfyUI shows as text.
+def without_folder(shown_class: type[T]) -> type[T]:
+    """Hide the path of the pack's folder where ComfyUI shows errors or objects of a class as text.
 
-    ComfyUI names the modules of a pack by the path of its folder, and Python shows a class with its module.
+    ComfyUI names the modules of a pack by that path, and Python shows a class with the name of its module.
     """
-    if "/" in shown.__module__ or "\\" in shown.__module__:
-        shown.__module__ = "builtins"
-    return shown
+    if "/" in shown_class.__module__ or "\\" in shown_class.__module__:
+        shown_class.__module__ = "builtins"
+    return shown_class
 
 
 class SanaError(Exception):

@@ -22,5 +22,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     chosen = arguments.dtype, arguments.resolution, arguments.ema
-    for line in convert_checkpoint(arguments.source, arguments.target, *chosen):
-        write_lines(line)
+    write_lines(*convert_checkpoint(arguments.source, arguments.target, *chosen))

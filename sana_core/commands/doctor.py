@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ..errors import ExistingFileError, OutputError
 from ..runtime.atomic_files import output_file
 from ..runtime.checks import check_number
 from ..runtime.text import write_lines
-from .options import path_of
+from .options import path_of, show_status
 
 LARGEST_SECONDS = 1_000_000
 
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show_progress(subject: str) -> None:
     """Write the subject of the next check to stderr. A closed stderr is no error."""
     with suppress(OSError):
-        # The name of a file may have a line break.
-        sys.stderr.write(f"checking {' '.join(subject.split())}\n")
+        show_status(f"checking {subject}")
 
 
 def check_target(path: Path) -> None:

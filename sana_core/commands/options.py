@@ -152,7 +152,7 @@ def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | No
         return arguments.dtype or "float32"
     dtype = arguments.dtype or ("bfloat16" if all(map(has_bf16, devices)) else "float32")
     if any(device.type != "cpu" for device in devices):
-        sys.stderr.write(f"generating in {dtype} on {', '.join(map(str, devices))}\n")
+        show_status(f"generating in {dtype} on {', '.join(map(str, devices))}")
     return dtype
 
 

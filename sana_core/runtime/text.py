@@ -15,20 +15,20 @@ from typing import Any
 # A JSON object: a configuration, an index or metadata.
 Json = dict[str, Any]
 
-# Characters of an error or of a line in a log. An error that lists the choices of a loader may be long.
+# Most characters of an error or of a line in a log. An error that lists the choices of a loader is long.
 LONGEST_LINE = 2000
-# Characters of a line of a command's results.
+# Most characters of a line in a command's results.
 LONGEST_RESULT = 10_000
-# Characters at the end of a line that is too long. Errors end with their remedy.
+# Characters that stay at the end of a line that is too long, because errors end with their remedy.
 TAIL = 400
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
-    """Return `text` as one line that any log can write, with at most about `longest` characters.
+    """Return `text` as one line that any log can write. ComfyUI runs no more graphs after it fails to write its log.
 
-    Unprintable characters are escaped as in Python: line breaks, marks that reverse the direction, and half surrogates,
-    which no encoding can write. Characters that stdout or stderr cannot encode are escaped too. ComfyUI's thread that
-    runs graphs ends if it cannot write its log.
+    A text of more than `longest` characters loses its middle. Then unprintable characters are escaped as in Python:
+    line breaks, marks that reverse the direction, and half surrogates. Characters that stdout or stderr cannot encode
+    are escaped too.
     """
     if len(text) > longest:
         tail = min(TAIL, longest // 2)
@@ -61,9 +61,9 @@ def brief(value: object, length: int = 60) -> str:
         value = value.strerror
     if not isinstance(value, str | Exception):
         # The repr of a nested value takes exponential time if its parts are shared.
-        limited = Repr()
-        limited.maxlevel, limited.maxstring, limited.maxother = 3, 10 * length, 10 * length
-        value = limited.repr(value)
+        shortened = Repr()
+        shortened.maxlevel, shortened.maxstring, shortened.maxother = 3, 10 * length, 10 * length
+        value = shortened.repr(value)
     text = ascii(" ".join(str(value)[: 10 * length].split()))[1:-1]
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
