@@ -54,7 +54,7 @@ BUNDLED = {
 }
 # {ComfyUI folder: the file that identifies one of its subfolders as a model}
 MARKS = {"diffusers": "model_index.json", "clip_vision": "config.json"}
-# The most folders of one of ComfyUI's folders that are searched for models.
+# At most this many folders are searched for models in each of ComfyUI's folders.
 MOST_FOLDERS = 10_000
 # Of a sharded model, only the first file is listed.
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.")
@@ -149,23 +149,23 @@ def find_folders(kind: str) -> dict[str, Path]:
     """
     models: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(kind)):
-        pending, is_model = deque([root]), dict[Path, bool]()
-        while pending and len(is_model) < MOST_FOLDERS:
+        pending = deque([root])
+        # {folder behind all links: whether it is a model}
+        searched: dict[Path, bool] = {}
+        while pending and len(searched) < MOST_FOLDERS:
             folder = pending.popleft()
             # A folder may have been deleted, or not be readable. List the others.
             with suppress(OSError):
-                place = folder.resolve()
-                if place not in is_model:
-                    is_model[place] = False
-                    if folder != root and (
-                        (folder / MARKS[kind]).is_file() or (kind == "diffusers" and original_files(folder))
-                    ):
-                        is_model[place] = True
-                    else:
-                        pending += sorted(
-                            entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()
-                        )
-                if is_model[place]:
+                if not folder.is_dir():
+                    continue
+                target = folder.resolve()
+                if target not in searched:
+                    searched[target] = folder != root and (
+                        (folder / MARKS[kind]).is_file() or (kind == "diffusers" and bool(original_files(folder)))
+                    )
+                    if not searched[target]:
+                        pending += sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+                if searched[target]:
                     models.setdefault(folder.relative_to(root).as_posix(), folder)
         if pending:
             logger.warning("models/%s: only the first %d folders are listed; remove the others", kind, MOST_FOLDERS)

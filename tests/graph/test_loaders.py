@@ -341,6 +341,14 @@ def test_inside_of_a_model_and_around_a_circle_of_links_there_is_no_other_model(
     assert models == ["whole/model"]
 
 
+def test_a_link_that_cannot_be_followed_hides_no_other_folder(host, model_folder):
+    model_folder("beside/model")
+    # The operating system refuses names of more than 255 bytes.
+    (host.models / "diffusers" / "beside" / "a link").symlink_to("x" * 300, target_is_directory=True)
+    models = [name for name in options_of(host, "SanaNodesLoader", "model") if name.startswith("beside")]
+    assert models == ["beside/model"]
+
+
 def test_a_chain_of_folders_with_two_links_each_is_searched_once(host, model_folder):
     # 2^30 paths lead to the last folder.
     root, last = host.models / "diffusers" / "chain", 30
