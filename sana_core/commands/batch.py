@@ -194,7 +194,7 @@ class BatchRun:
             raise DiskError(*error.args) from error
         with self.lock:
             self.progress.step()
-            write_lines(f"{path} ({self.progress.describe(len(self.report.ready))})")
+            write_lines(f"{path} ({self.progress.describe(len(self.report.ready))})", flush=True)
 
     def fail(self, image: ImageSpec, reason: str) -> None:
         """Report an image that failed."""

@@ -40,11 +40,12 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     return text
 
 
-def write_lines(*lines: object) -> None:
-    """Write the results of a command to stdout."""
+def write_lines(*lines: object, flush: bool = False) -> None:
+    """Write the results of a command to stdout. `flush`: before the command ends, so that a pipe shows its progress."""
     for line in lines:
         sys.stdout.write(f"{one_line(str(line), LONGEST_RESULT)}\n")
-    sys.stdout.flush()
+    if flush:
+        sys.stdout.flush()
 
 
 def shown(file: Path) -> str:
