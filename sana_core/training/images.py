@@ -41,8 +41,8 @@ TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 # Bytes of a text. Pillow has the same limit for decompressed texts.
 LARGEST_TEXT = 1 << 20
-# Reads of a file's header, and the mean bytes of one more read. A header takes less than a hundred reads. The parts of
-# pixels have 128 bytes in a GIF and 8,192 in a PNG.
+# Pillow may read a file MOST_READS times to open it, and once more for every BYTES_OF_READ bytes. A header takes less
+# than a hundred reads, but the blocks of pixels are also read or skipped: 128 bytes a read in a GIF, 8,192 in a PNG.
 MOST_READS, BYTES_OF_READ = 10_000, 100
 PNG_START = b"\x89PNG\r\n\x1a\n"
 # EXIF's tag of how the camera was held (CIPA DC-008, section 4.6.5).
@@ -76,11 +76,10 @@ def readable_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-class Header:
+class LimitedStream:
     """A stream with a limit for the number of reads, so that a header of 1 MB does not take seconds.
 
-    Pillow reads some comments byte by byte, and each part of a header by itself. The limit grows with the file, because
-    the pixels of large images are also in parts.
+    Pillow reads some comments byte by byte, and each part of a header by itself.
     """
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
@@ -101,7 +100,7 @@ class Header:
         return getattr(self.stream, attribute)
 
 
-def without_texts(stream: Header, header_only: bool) -> Header | BytesIO:
+def without_texts(stream: LimitedStream, header_only: bool) -> LimitedStream | BytesIO:
     """Return `stream`, or for a PNG with texts a copy without them.
 
     Programs store workflows of several MB in PNGs. Pillow decompresses all texts and refuses large ones, and its limits
@@ -112,7 +111,9 @@ def without_texts(stream: Header, header_only: bool) -> Header | BytesIO:
     if stream.read(begin) != PNG_START:
         stream.seek(0)
         return stream
-    copied, total, orientations = [(0, begin)], 0, set(ORIENTATION_TEXTS)
+    copied, total = [(0, begin)], 0
+    # The texts that are still to be copied. Each is copied once.
+    keywords = set(ORIENTATION_TEXTS)
     while len(head := stream.read(8)) == 8:
         length, kind = int.from_bytes(head[:4], "big"), head[4:]
         end = total = begin + length + 12
@@ -122,9 +123,9 @@ def without_texts(stream: Header, header_only: bool) -> Header | BytesIO:
         if header_only and kind == b"IDAT":
             copied.append((begin, begin + len(head)))
             break
-        if is_used or keyword in orientations:
+        if is_used or keyword in keywords:
             copied.append((begin, end))
-        orientations.discard(keyword)
+        keywords.discard(keyword)
         if kind == b"IEND":
             break
         stream.seek(end)
@@ -134,6 +135,7 @@ def without_texts(stream: Header, header_only: bool) -> Header | BytesIO:
         return stream
     copy = BytesIO()
     for begin, end in copied:
+        # These reads do not count.
         stream.stream.seek(begin)
         copy.write(stream.stream.read(end - begin))
     copy.seek(0)
@@ -151,12 +153,13 @@ def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Ite
 
     formats = readable_formats()
     try:
-        header = Header(stream, name)
-        with Image.open(without_texts(header, header_only), formats=formats) as image:
+        limited = LimitedStream(stream, name)
+        with Image.open(without_texts(limited, header_only), formats=formats) as image:
             # In other formats, the further images of phones and scanners are no animation.
             if image.format in ("GIF", "PNG", "WEBP", "AVIF") and getattr(image, "is_animated", False):
                 raise InputError(f"{name}: got an animated image, expected a single one; save the frame that you want")
-            header.reads_left = math.inf
+            # The caller reads the pixels, whose size Pillow has checked.
+            limited.reads_left = math.inf
             yield image
     except (MemoryError, SanaError):
         raise
