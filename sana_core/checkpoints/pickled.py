@@ -28,13 +28,14 @@ LARGEST_PICKLE = LARGEST_TABLE = 16_000_000
 # Operations of a pickle. A tensor needs about 25.
 MOST_OPERATIONS = 1_000_000
 MOST_MEMBERS = 100_000
-LONGEST_TEXT = 1000
+# Characters of a tensor's name or a storage's key.
+LONGEST_NAME = 1000
 LARGEST_NUMBER = 2**48
 # Items of a tuple: the dimensions of a shape, or the arguments of a call.
 MOST_ITEMS = 16
-# The last bytes of an archive without a comment are a signature and 18 bytes more.
+# An archive without a comment ends with 22 bytes, of which the first four are a signature.
 ARCHIVE_END, ARCHIVE_END_SIZE = b"PK\5\6", 22
-# Where a member's header in an archive has the lengths of its name and its extra field, and the bytes of that header.
+# In a member's header: where the lengths of its name and of its extra field are, and the bytes before the name.
 LENGTHS, MEMBER_HEADER = 26, 30
 # Names of the weights in a trainer's checkpoint, and of their moving average.
 WEIGHTS, EMA = "state_dict", "state_dict_ema"
@@ -45,7 +46,7 @@ Call = Enum("Call", "DICT FIRST_ARGUMENT TENSOR")
 DTYPES = {"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
 DTYPES |= {"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8}
 DTYPES |= {"Bool": torch.bool}
-# Everything that a pickle may name. Other storages, dtypes, devices and numpy's arrays and numbers are skipped.
+# Everything that a pickle may name. None: the values are skipped, such as other storages and numpy's arrays.
 NAMED: dict[str, Call | torch.dtype | None] = {
     **{f"torch {name}": None for name in vars(torch) if name.endswith("Storage")},
     **{f"torch {name}": None for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
@@ -57,10 +58,10 @@ NAMED: dict[str, Call | torch.dtype | None] = {
     "torch._utils _rebuild_tensor_v2": Call.TENSOR,
     "collections OrderedDict": Call.DICT,
 }
-# The operations of a pickle that push a text, a number or another constant, and those that take values from the stack:
-# a number of them, or all above the last mark. `evaluate` names the others that a pickle may contain.
+# Operations that push a text, a number or another constant onto the stack.
 CONSTANTS = {"BINUNICODE", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "NONE", "NEWTRUE", "NEWFALSE"}
 CONSTANTS |= {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "EMPTY_LIST"}
+# Operations that take this number of values from the stack, or all values above the last mark.
 TAKEN = {"TUPLE1": 1, "APPEND": 1, "BUILD": 1, "POP": 1, "BINPERSID": 1}
 TAKEN |= {"TUPLE2": 2, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "TUPLE3": 3}
 MARKED = {"TUPLE", "SETITEMS", "APPENDS", "POP_MARK"}
@@ -76,7 +77,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor. Offset and strides count elements of the storage."""
 
     storage: Storage
@@ -88,7 +89,7 @@ class Stored:
 class PickledWeights(NamedTuple):
     """The tensors of a file by their names, and whether it also has a moving average that was not chosen."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     has_ema: bool
 
 
@@ -143,7 +144,7 @@ def list_pickled(file: Path, ema: bool = False) -> PickledWeights:
         )
     weights = average if ema else document.get(WEIGHTS, document if average is None else average)
     entries = weights.items() if isinstance(weights, dict) else ()
-    tensors = {name: value for name, value in entries if isinstance(value, Stored)}
+    tensors = {name: value for name, value in entries if isinstance(value, StoredTensor)}
     if not tensors:
         raise CheckpointError(
             f"{shown(file)}: got a pickle without weights, expected a state_dict of tensors; use another file"
@@ -192,13 +193,13 @@ def open_archive(stream: BufferedReader, size: int) -> tuple[bytes, dict[str, tu
 def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
     """Return the value of a pickle, which is a program for a stack machine. Nothing is called or imported.
 
-    A value is a text, a whole number, a Call, a dtype, a Storage, a Stored tensor, a dict with texts as keys, a tuple
+    A value is a text, a whole number, a Call, a dtype, a Storage, a StoredTensor, a dict with texts as keys, a tuple
     of whole numbers, or a list of the arguments of a call. Everything else is None: lists, objects, other tuples, and
     the results of other calls. Only dicts can nest. Only texts and numbers are hashed, compared or formatted.
     """
     stack: list = []
     marks: list[list] = []
-    # The keys are texts, because a file could choose numbers whose hashes collide in a dict.
+    # The keys are texts. A file could choose numbers whose hashes collide, and a dict of them takes quadratic time.
     memo: dict[str, object] = {}
     for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
         name, arity, items = operation.name, TAKEN.get(operation.name, 0), []
@@ -215,7 +216,7 @@ def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[f"value {argument}"])
             case _ if name in CONSTANTS:
-                is_text = isinstance(argument, str) and len(argument) <= LONGEST_TEXT and argument.isprintable()
+                is_text = isinstance(argument, str) and len(argument) <= LONGEST_NAME and argument.isprintable()
                 is_number = isinstance(argument, int) and 0 <= argument <= LARGEST_NUMBER
                 stack.append(argument if is_text or is_number else None)
             case "MARK":
@@ -226,7 +227,7 @@ def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
                 group = tuple(items) if is_shape else [None if isinstance(item, list) else item for item in items]
                 stack.append(group if len(items) <= MOST_ITEMS else None)
             case "BINPERSID" | "REDUCE" | "NEWOBJ":
-                # a reference, or a function and its arguments
+                # A reference to a storage, or a function and its arguments.
                 match items:
                     case [["storage", torch.dtype() as dtype, str(key), _, _]] if key in storages:
                         stack.append(Storage(dtype, *storages[key]))
@@ -238,7 +239,7 @@ def evaluate(content: bytes, storages: Mapping[str, tuple[int, int]]) -> object:
                         last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
                         if 0 not in shape and (last + 1) * storage.dtype.itemsize > storage.size:
                             raise ValueError(f"a tensor of {shape} in {storage.size} bytes")
-                        stack.append(Stored(storage, offset, shape, stride))
+                        stack.append(StoredTensor(storage, offset, shape, stride))
                     # Complex and quantised numbers have no dtype and no storage here. Other calls are not used.
                     case [["storage", None, str(), _, _]] | [Call.TENSOR, [None, *_]] | [None, _]:
                         stack.append(None)

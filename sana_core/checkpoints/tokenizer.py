@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.text import Tokenizer, limited
+from ..model.text import Tokenizer, checked_encode
 from ..runtime.text import brief, shown
 from .checkpoint import Checkpoint
 from .files import REDOWNLOAD, parse_json, read_bytes, read_json
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 PAD_TOKEN, BOS_TOKEN = 0, 2  # Gemma's
 # Gemma's tokenizer.json has 34 MB and 2 million values. As Python's objects they take several times that size.
 LARGEST_TOKENIZER, MOST_VALUES = 64_000_000, 2_500_000
-# Gemma has fewer than 300.
+# Added tokens. Gemma has fewer than 300.
 MOST_ADDED = 2000
 # Characters of a token. Gemma may write thousands of tokens, and CLIP's longest has 128 characters.
 LONGEST_TOKEN = 500
+# Fields of an added token.
 ADDED: dict[str, Check] = {
     "content": lambda value: type(value) is str and value != "",
     "special": flag,
@@ -79,6 +80,7 @@ class Family(NamedTuple):
     end: list[str]
 
 
+# CLIP's tokens before and after each text
 ENDS = ["<|startoftext|>"], ["<|endoftext|>"]
 # The type of the model in tokenizer.json, its end_of_word_suffix, and the family
 FAMILIES = {
@@ -95,22 +97,22 @@ def load_tokenizer(part: Checkpoint) -> Tokenizer:
     for target, build in (("spiece_model", sentencepiece_tokenizer), ("tokenizer_json", json_tokenizer)):
         if target in part.origins:
             content = tensor_bytes(part.weights, part.origins[target].name, LARGEST_TOKENIZER, "a tokenizer")
-            return gemma(build(content, f"{part.name}: {target}", vocabulary), f"{part.name}: {target}")
+            return check_gemma(build(content, f"{part.name}: {target}", vocabulary), f"{part.name}: {target}")
     for place in (folder, folder.parent / "tokenizer"):
         for name, build in (("tokenizer.json", json_tokenizer), ("tokenizer.model", sentencepiece_tokenizer)):
             file, settings = place / name, place / "tokenizer_config.json"
             if file.exists():
                 if settings.exists():
                     refuse_code(shown(settings), read_json(settings))
-                return gemma(build(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary), shown(file))
+                return check_gemma(build(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary), shown(file))
     raise MissingFileError(
         f"{part.name}: no tokenizer in the file, and no tokenizer.json or tokenizer.model beside it; put the one of "
         "gemma-2-2b-it by Efficient-Large-Model on Hugging Face into the same folder"
     )
 
 
-def gemma(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """Return `tokenizer`, which must have Gemma's padding token and begin each text with Gemma's BOS."""
+def check_gemma(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """Return `tokenizer`, or raise CheckpointError if its padding token or its BOS is not Gemma's."""
     tokens = [tokenizer.find("<pad>"), *tokenizer.encode("")]
     if tokens != [PAD_TOKEN, BOS_TOKEN]:
         raise CheckpointError(
@@ -172,7 +174,7 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
     except BaseException as error:  # the library has no exception class, and a Rust panic is no Exception
         raise CheckpointError(f"{name}: tokenizers cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     start, end = ([ids[token] for token in tokens] for tokens in (family.start, family.end))
-    encode = limited(lambda text: [*start, *fast.encode(text).ids, *end], vocabulary, name)
+    encode = checked_encode(lambda text: [*start, *fast.encode(text).ids, *end], vocabulary, name)
     return Tokenizer(encode, fast.decode, fast.token_to_id, PAD_TOKEN, "tokenizer_json", content)
 
 
@@ -198,7 +200,7 @@ def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Token
         # The model may write ids of rows that no token uses.
         return processor.decode([token for token in ids if token < pieces])
 
-    encode = limited(processor.encode, vocabulary, name)
+    encode = checked_encode(processor.encode, vocabulary, name)
     return Tokenizer(encode, decode, find, PAD_TOKEN, "spiece_model", content)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Characters beyond this are not tokenized, which would take long. The tokens that a model reads have far fewer.
+# Characters beyond this number are not tokenized, because that takes long. The tokens that a model reads have fewer.
 LONGEST_TEXT = 100_000
 # The instruction before the prompt in SANA's training: section 3.1 of the paper, chi_prompt in NVIDIA's configurations.
 INSTRUCTION = (
@@ -59,7 +59,7 @@ MARK = re.compile(r"--(?:aspect_ratio|ar|hw)")
 class Tokenizer(NamedTuple):
     """Functions between text and token ids, the padding token, and the content of the tokenizer's file."""
 
-    # Text to token ids, BOS first, as `limited` returns it.
+    # Text to token ids, BOS first: a function that `checked_encode` returns.
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     # The id of a special token such as <end_of_turn>, or None.
@@ -70,10 +70,10 @@ class Tokenizer(NamedTuple):
     content: bytes
 
 
-def limited(encode: Callable[[str], list[int]], vocabulary: int, name: str) -> Callable[[str], list[int]]:
-    """Return `encode` for texts of any length: only the first LONGEST_TEXT characters are tokenized.
+def checked_encode(encode: Callable[[str], list[int]], vocabulary: int, name: str) -> Callable[[str], list[int]]:
+    """Return `encode` for the first LONGEST_TEXT characters of a text. Ids of `vocabulary` or more are refused.
 
-    Every tokenizer passes here. On a GPU, an id beyond the `vocabulary` rows of the embedding would end the process.
+    Every tokenizer is wrapped in this. On a GPU, an id beyond the rows of the embedding would end the process.
     """
 
     def tokens(text: str) -> list[int]:

@@ -21,7 +21,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
 
 from ....sana_core.errors import VersionError
-from ....sana_core.model.text import limited
+from ....sana_core.model.text import checked_encode
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -148,7 +148,7 @@ def pixeldit_tokenizer(clip: comfy.sd.CLIP) -> tuple[Callable[[str], list[int]],
         return None
     gemma = clip.tokenizer.gemma2_2b
     vocabulary = clip.cond_stage_model.gemma2_2b.transformer.get_input_embeddings().weight.shape[0]
-    return limited(lambda text: gemma.tokenizer(text)["input_ids"], vocabulary, "clip"), gemma.pad_token
+    return checked_encode(lambda text: gemma.tokenizer(text)["input_ids"], vocabulary, "clip"), gemma.pad_token
 
 
 def patches_of(patcher: ModelPatcher) -> set[str]:
