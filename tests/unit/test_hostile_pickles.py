@@ -64,7 +64,7 @@ def test_an_archive_with_another_one_behind_it_is_refused(tmp_path):
     content = file.read_bytes()
     for name, data in {"comment": content[:-2] + b"\4\0more", "before": b"x" * 64 + content}.items():
         (tmp_path / f"{name}.pth").write_bytes(data)
-        refused(tmp_path / f"{name}.pth", BROKEN % "no whole zip archive|an archive that torch has not saved")
+        refused(tmp_path / f"{name}.pth", BROKEN % "(no whole zip archive|an archive that torch has not saved)")
 
 
 def test_a_table_of_three_gigabytes_is_not_read(tmp_path):
