@@ -163,7 +163,7 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
     arguments = {"vocab": ids, "unk_token": unknown, **family.options}
     try:
         if kind == "BPE":
-            arguments["merges"] = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
+            arguments["merges"] = [tuple(pair.split(" ", 2) if isinstance(pair, str) else pair) for pair in merges]
         fast = FastTokenizer(getattr(models, kind)(**arguments))
         family.steps(fast)
         for special, add in ((True, fast.add_special_tokens), (False, fast.add_tokens)):
@@ -185,12 +185,15 @@ def sentencepiece_tokenizer(content: bytes, name: str, vocabulary: int) -> Token
     try:
         processor = SentencePieceProcessor(model_proto=content + SETTINGS, add_bos=True)
         pieces = processor.get_piece_size()
-        # `decode` would fail for a piece that is not UTF-8.
-        processor.id_to_piece(list(range(pieces)))
+        # `decode` would fail for a piece that is not UTF-8, and `encode` without a token for BOS.
+        longest = max(map(len, processor.id_to_piece(list(range(pieces)))))
+        processor.encode("")
     except Exception as error:
         raise CheckpointError(f"{name}: sentencepiece cannot read it ({brief(error)}); {REDOWNLOAD}") from None
     if pieces > vocabulary:
         raise refused(name, f"{pieces} tokens", f"at most the model's {vocabulary}")
+    if longest > LONGEST_TOKEN:
+        raise refused(name, f"a token of {longest} characters", f"at most {LONGEST_TOKEN}")
 
     def find(token: str) -> int | None:
         piece_id = processor.piece_to_id(token)

@@ -165,6 +165,12 @@ def test_hostile_data_of_a_text_encoder_s_tokenizer_is_refused(part, tmp_path, n
         sana_core.load_text_encoder(part)
 
 
+def test_a_merge_of_many_pieces_does_not_fill_the_memory(part, tmp_path):
+    change(tmp_path / "tokenizer" / "tokenizer.json", model(merges=[" " * 3 * 10**7]))
+    with bounded(size=5 * 10**8), pytest.raises(CheckpointError, match="cannot read it .failed to extract"):
+        sana_core.load_text_encoder(part)
+
+
 SCORERS = [("clip", name) for name in DATA] + [("byte_clip", name) for name in DATA | ONLY_BPE]
 
 
@@ -237,6 +243,21 @@ def test_a_piece_that_would_end_the_process_is_refused(spiece, piece, kind):
     content = spiece + b"\x0a" + sizes[1] + b"\x0a" + sizes[0] + piece + bytes([0x18, kind])
     with bounded(), pytest.raises(CheckpointError, match="^tokenizer.model: sentencepiece cannot read it .*; download"):
         sentencepiece_tokenizer(content, "tokenizer.model", 1000)
+
+
+def test_a_sentencepiece_model_that_matches_long_texts_at_each_character_is_refused():
+    model = trained()
+    for count in range(1, 501):
+        model.pieces.add(piece="a" * count + "b", score=0, type=model.SentencePiece.USER_DEFINED)
+    with pytest.raises(CheckpointError, match="got a token of 501 characters, expected at most 500"):
+        sentencepiece_tokenizer(model.SerializeToString(), "tokenizer.model", 1000)
+
+
+def test_a_sentencepiece_model_without_its_token_of_bos_is_refused():
+    model = trained()
+    model.trainer_spec.bos_piece = "<none>"
+    with pytest.raises(CheckpointError, match="^tokenizer.model: sentencepiece cannot read it .*BOS"):
+        sentencepiece_tokenizer(model.SerializeToString(), "tokenizer.model", 1000)
 
 
 def test_tokens_beyond_a_sentencepiece_model_are_written_as_nothing(spiece):
