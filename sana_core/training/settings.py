@@ -73,6 +73,9 @@ WINDOWS_NAMES = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("co
 LONGEST_NAME = 240
 LARGEST_FILE = 1_000_000
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+# A key of n parts takes n^2 time and memory. Python does not write numbers of more than 4,300 digits.
+PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+ENDLESS = re.compile(rf"(?<![\w-]){PART}(?:[ \t]*\.[ \t]*{PART}){{99}}|0[xob]\w{{1000}}")
 SINGLE_QUOTES = "write a path with backslashes in single quotes, or with /"
 # Columns of the description.
 WIDTH = 100
@@ -686,6 +689,8 @@ def parse_toml(data: bytes, name: str) -> Json:
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: got a file that is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     try:
+        if ENDLESS.search(text):
+            raise tomllib.TOMLDecodeError("a key has 100 parts, or a number 1000 digits")
         return tomllib.loads(text)
     # RecursionError: tables that are nested too deeply.
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -163,6 +163,10 @@ WRONG = {
         "validation.guidance: got nan, expected a number from 0 to 100",
     ),
     "nested": ("a = " + "[" * 100_000, "not TOML"),
+    "a key of many parts": (".".join("a" * 20_000) + " = 1", "not TOML .a key has 100 parts"),
+    "a table of many parts": ("[" + ".".join("a" * 20_000) + "]", "not TOML .a key has 100 parts"),
+    "a number that cannot be written": (WHOLE + "[[phase]]\nsteps = 0x" + "f" * 5000, "or a number 1000 digits"),
+    "a table that is a number that cannot be written": ("phase = 0x" + "f" * 5000, "or a number 1000 digits"),
     "a newline and a tab": (
         WHOLE.replace('"pictures"', r'"D:\new\train"'),
         "data: got .*, a path with a control character; write a path with backslashes in single quotes, or with /",
