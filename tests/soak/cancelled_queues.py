@@ -199,9 +199,10 @@ class Soak:
             # A graph whose outputs are cached catches nothing.
             if "image" in caught:
                 difference = (caught["image"].cpu() - self.images[spec]).abs().max()
-                # Some processors round sums over rows differently in a share of an image.
-                is_exact = cards is None and spec.way != "split"
-                assert difference <= (0.0 if is_exact else TOLERANCE), f"{label}: {difference} from the right image"
+                # Some processors round differently where a tensor lies elsewhere in memory.
+                assert difference <= (1e-5 if cards is None else TOLERANCE), (
+                    f"{label}: {difference} from the right image"
+                )
             caught.clear()
             shutil.rmtree(self.host.output / "sana_training", ignore_errors=True)
             match random.randrange(20):
