@@ -492,7 +492,7 @@ def test_split_image_on_two_gpus(host, on_cpu, edges):
             assert computed_on(got) and set(cards.calls) == set(CARDS[:2])
 
 
-# The image after a driver error may lack the LoRA, but not on every machine.
+# A defect: the image after a driver error lacks the LoRA. The reason is unknown.
 LACKS_LORA = pytest.mark.xfail(reason="the image after a driver error may lack the LoRA", strict=False)
 
 
