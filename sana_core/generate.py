@@ -12,12 +12,12 @@ import torch
 
 from .batch.best import Backend, Best, Pick, find_best, generate_picks, place_scorer
 from .batch.embeds import Embeds, encoded_prompts
-from .batch.local import generate_local
 from .batch.pipeline import Request, SamplingSettings, prepare
 from .batch.plan import FailedImage, ImageInputs, Step, Workload, batch_images, failed_images
 from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints import inspect_checkpoint
 from .checkpoints.checkpoint import Source
+from .engine.local import generate_local
 from .errors import FailedImagesError, InputError
 from .model.latents import latent_shape
 from .runtime.text import Json
@@ -265,7 +265,7 @@ def find_backend(
 
         return generate_split
     if cluster is None:
-        return lambda request: generate_local(request, report=report)
+        return lambda request: generate_local(request, report, described)
     from .cluster.batch import generate_on_cluster
     from .cluster.connection import ClusterSettings
 

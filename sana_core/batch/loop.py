@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from ..errors import InputError
 from ..runtime.accelerator import is_out_of_memory
 from ..runtime.text import get_logger
-from .plan import Chunk, FailedImage, ImageSpec, Workload
+from .plan import Chunk, FailedImage, ImageSpec
 from .queue import Queue
 
 logger = get_logger(__name__)
@@ -20,8 +19,6 @@ GRACE = 60.0
 # If more seconds than this pass between two looks at the workers, this time does not count as their time. The consumer
 # of the images may take long, for example because its terminal is paused.
 LONGEST_LOOK = 5.0
-# If this number of images failed and none was ever finished, the reason is not the images.
-FAILURES_AT_START = 32
 
 
 @dataclass(frozen=True)
@@ -114,33 +111,6 @@ def run_batch(queue: Queue, pool: WorkerPool[R], grace: float = GRACE) -> Iterat
                 # The error refers to this frame. A reference back would keep the models of all frames alive until
                 # Python's collector runs.
                 del error, event
-
-
-def stop_if_all_fail(
-    generated: Iterator[tuple[ImageSpec, R | FailedImage]], workload: Workload
-) -> Iterator[tuple[ImageSpec, R | FailedImage]]:
-    """Pass on the images of `generated`. Raises InputError if its first FAILURES_AT_START images all failed.
-
-    A run that resumes has images of these settings and does not end early. One prompt out of several may fail with
-    every seed, so the failures must be of different prompts.
-    """
-    prompts: set[int] = set()
-    failures, expected = 0, min(2, workload.count_prompts())
-    may_stop = not workload.done
-    for image, result in generated:
-        yield image, result
-        if not may_stop:
-            continue
-        if not isinstance(result, FailedImage):
-            may_stop = False
-            continue
-        failures += 1
-        prompts.add(image.prompt)
-        if failures >= FAILURES_AT_START and len(prompts) >= expected:
-            raise InputError(
-                f"images: all of the first {failures} failed, the last because of {result.reason}; "
-                "choose dtype bfloat16 or float32, or another checkpoint"
-            )
 
 
 def handle_outcome(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ LARGEST_CHUNK = 32
 BUSY_PIXELS = 8 * 1024 * 1024
 # At least this many chunks for each worker, so that all workers finish at about the same time.
 ROUNDS = 3
+# If this number of images failed and none was ever finished, the reason is not the images.
+FAILURES_AT_START = 32
 
 
 class ImageSpec(NamedTuple):
@@ -169,3 +171,28 @@ class Workload(NamedTuple):
         images = self.remaining
         check_whole("chunk", self.chunk or 0, 0, LARGEST_COUNT)
         return split_into_chunks(images, self.chunk or default_chunk_size(width, height, len(images), workers))
+
+
+def stop_if_all_fail(generated: Iterator[Generated], workload: Workload) -> Iterator[Generated]:
+    """Pass on the images of `generated`. Raises InputError if its first FAILURES_AT_START images all failed.
+
+    A run that resumes has images of these settings and does not end early. One prompt out of several may fail with
+    every seed, so the failures must be of different prompts.
+    """
+    prompts: set[int] = set()
+    failures, expected = 0, min(2, workload.count_prompts())
+    may_stop = not workload.done
+    for image, result in generated:
+        yield image, result
+        if not may_stop:
+            continue
+        if not isinstance(result, FailedImage):
+            may_stop = False
+            continue
+        failures += 1
+        prompts.add(image.prompt)
+        if failures >= FAILURES_AT_START and len(prompts) >= expected:
+            raise InputError(
+                f"images: all of the first {failures} failed, the last because of {result.reason}; "
+                "choose dtype bfloat16 or float32, or another checkpoint"
+            )

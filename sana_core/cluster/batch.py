@@ -7,9 +7,9 @@ from contextlib import closing
 
 import torch
 
-from ..batch.loop import Outcome, run_batch, stop_if_all_fail
+from ..batch.loop import Outcome, run_batch
 from ..batch.pipeline import Request
-from ..batch.plan import Chunk, FailedImage, Generated, Workload
+from ..batch.plan import Chunk, FailedImage, Generated, Workload, stop_if_all_fail
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..batch.queue import Queue
 from ..checkpoints import inspect_checkpoint

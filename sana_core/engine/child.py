@@ -1,0 +1,153 @@
+"""The main function of a worker process. `runpy.run_path` runs this file with its arguments as globals.
+
+It is run by its path, because inside ComfyUI the package has no name that another process could import. It imports the
+package only in `work`, so that it reports an import that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from importlib.util import module_from_spec, spec_from_file_location
+from os import _exit
+from queue import Empty, SimpleQueue
+from typing import Any
+
+# Seconds without work after which the models leave the device, and after which the process ends.
+IDLE, LONG_IDLE = 60.0, 600.0
+# Seconds that the last events may take to reach the parent.
+FLUSH = 5.0
+
+
+class Cancelled(BaseException):
+    """The parent has cancelled the run. No Exception, because loading turns exceptions into errors of files."""
+
+
+class Forward(logging.Handler):
+    """Sends warnings to the parent, whose log the user sees."""
+
+    def __init__(self, post: Any) -> None:
+        super().__init__(logging.WARNING)
+        self.post = post
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.post("log", record.levelno, record.getMessage())
+
+
+def import_package(folder: str) -> None:
+    """Import the package in `folder` under its name, without a change of sys.path.
+
+    The folder above it has files with the names of modules of ComfyUI.
+    """
+    spec = spec_from_file_location("sana_core", f"{folder}/__init__.py", submodule_search_locations=[folder])
+    assert spec is not None and spec.loader is not None
+    sys.modules["sana_core"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["sana_core"])
+
+
+class Child:
+    """A worker process: a thread that listens, a thread that sends, and the main thread, which works."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.tasks: SimpleQueue[tuple] = SimpleQueue()
+        self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
+        # The run of the present task. Runs up to `cancelled` are cancelled.
+        self.run = self.cancelled = 0
+        threading.Thread(target=self.listen, daemon=True).start()
+        self.speaker = threading.Thread(target=self.speak, daemon=True)
+        self.speaker.start()
+
+    def listen(self) -> None:
+        try:
+            while True:
+                message = self.connection.recv()
+                if message[0] == "cancel":
+                    self.cancelled = message[1]
+                else:
+                    self.tasks.put(message)
+        except (EOFError, OSError):
+            # The parent has ended.
+            _exit(1)
+
+    def speak(self) -> None:
+        """Send events from a thread: to encode an image as PNG takes as long as to generate it, to send it 0.3 s."""
+        while (event := self.outbox.get()) is not None:
+            if event[1] == "image":
+                event = (*event[:3], self.finish(event[3]))
+            try:
+                self.connection.send(event)
+            except OSError:
+                _exit(1)
+
+    def finish(self, content: Any) -> Any:
+        """Return the content of an image, which may be a function that encodes it."""
+        try:
+            return content() if callable(content) else content
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def post(self, *event: Any) -> None:
+        self.outbox.put((self.run, *event))
+
+    def poll(self) -> None:
+        if self.run <= self.cancelled:
+            raise Cancelled
+
+    def end(self, code: int) -> None:
+        self.outbox.put(None)
+        self.speaker.join(FLUSH)
+        _exit(code)
+
+    def work(self, device: str, folder: str, threads: int) -> None:
+        import_package(folder)
+        from sana_core.engine.body import Body, describe_failure, release_memory_of, set_threads
+
+        set_threads(threads)
+        logging.getLogger("sana_core").addHandler(Forward(self.post))
+        body = Body(device, self.post, self.poll)
+        idle = 0.0
+        while True:
+            try:
+                name, self.run, task, *arguments = self.tasks.get(timeout=IDLE)
+            except Empty:
+                body.release()
+                idle += IDLE
+                if idle >= LONG_IDLE:
+                    self.end(0)
+                continue
+            started, failed, idle = time.monotonic(), None, 0.0
+            try:
+                self.poll()
+                if name == "begin":
+                    self.post("begun")
+                result = getattr(body, name)(*arguments)
+                if task:
+                    self.post("done", task, time.monotonic() - started, result)
+            except Cancelled:
+                pass
+            except Exception as error:
+                failed = error
+            # Embeddings and weights must not stay in memory until the next task.
+            arguments = []
+            if failed is not None:
+                self.post("failed", task, *describe_failure(failed))
+                release_memory_of(failed, body.device)
+
+
+def main(connection: Any, device: str, folder: str, threads: int) -> None:
+    # Ctrl+C reaches all processes of a terminal. The parent alone ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = Child(connection)
+    try:
+        child.work(device, folder, threads)
+    except BaseException as error:
+        child.post("lost", f"{type(error).__name__}: {error}")
+        child.end(1)
+
+
+if __name__ == "sana_worker":
+    main(*(globals()[name] for name in ("connection", "device", "folder", "threads")))

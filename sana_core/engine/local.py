@@ -1,0 +1,123 @@
+"""A batch on the devices of this machine: a thread for one device, a process for each of several."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..batch.pipeline import Request
+from ..batch.plan import Chunk, FailedImage, Generated, Step, stop_if_all_fail
+from ..batch.progress import WorkerReport
+from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..runtime.text import Json, get_logger
+from .body import Body, Job, pack, unpack
+from .loop import Run
+from .process import processes
+from .switches import read_switches
+from .thread import ThreadWorker
+from .worker import LIMITS, Limits, Worker
+
+logger = get_logger(__name__)
+
+
+def generate_local(
+    request: Request,
+    report: WorkerReport | None = None,
+    described: Json | None = None,
+    limits: Limits = LIMITS,
+) -> Generator[Generated, None, None]:
+    """Yield each image of `request` as it finishes, or a FailedImage: pixels [3, H, W] in [-1, 1].
+
+    A single device works in a thread of this process, and each of several in a process of its own. With `described`,
+    the settings of `describe_settings`, an image of such a process is its PNG file. Closing the iterator stops
+    all devices within a step. `report` shows which worker generates how many images.
+
+    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded, and InputError if all
+    images fail.
+    """
+    workload, _, settings, devices = request
+    if len(devices) > 1 and inspect_checkpoint(request.checkpoint.path) != request.checkpoint:
+        logger.warning("batch: only %s works, because other processes cannot load a part of a file", devices[0])
+        devices = devices[:1]
+    chunks = workload.split(settings.width, settings.height, len(devices))
+    if not chunks:
+        return
+    texts: dict[Any, Any] = {}
+    if workload.encoded is not None:
+        texts = {prompt: [pack(part) for part in text] for prompt, text in workload.encoded[0].items()}
+        texts[None] = [pack(part) for part in workload.encoded[1]]
+    latents, callback = workload.inputs.latents, workload.inputs.callback
+
+    def rows(images: Chunk) -> Json:
+        return {} if latents is None else {"latents": pack(latents[[image.number for image in images]])}
+
+    def on_step(worker: Worker, step: int, sigma: float, packed: Any, images: list[int]) -> None:
+        if callback is not None:
+            callback(Step(step, sigma, unpack(packed), tuple(images)))
+
+    job = make_job(request, described if len(devices) > 1 else None).pack()
+    with local_workers(devices, request.checkpoint) as workers:
+        run = Run(
+            job,
+            chunks,
+            workers,
+            workload.prompts,
+            texts,
+            rows,
+            on_step=on_step,
+            limits=limits.compiled() if settings.compiled else limits,
+        )
+        if report is not None:
+            report.finished, report.ready = run.finished, run.ready
+        images = run.images()
+        try:
+            yield from stop_if_all_fail(((image, restore(content)) for image, content in images), workload)
+        finally:
+            images.close()
+
+
+@contextmanager
+def local_workers(devices: list[torch.device], checkpoint: Checkpoint) -> Iterator[list[Any]]:
+    """A context with a worker for each device. A single one is a thread, which starts at once and can use any
+    `checkpoint`."""
+    if len(devices) == 1:
+        yield [ThreadWorker(str(devices[0]), devices[0], partial(Body, checkpoint=checkpoint))]
+        return
+    with processes().borrow(devices) as workers:
+        yield workers
+
+
+def make_job(request: Request, described: Json | None) -> Job:
+    """Return the job for workers of this machine."""
+    workload, checkpoint, settings, _ = request
+    path = str(checkpoint.path.absolute())
+    init = workload.inputs.init
+    return Job(
+        settings,
+        path,
+        path,
+        path,
+        revision=repr([files_of(checkpoint), *(files_of(inspect_checkpoint(file)) for file, _ in settings.loras)]),
+        described=described,
+        init=None if init is None else (pack(init.latents), None if init.mask is None else pack(init.mask)),
+        steps=workload.inputs.callback is not None,
+        prompts=workload.count_prompts(),
+        fixed_chunk=bool(workload.chunk),
+        switches=read_switches(),
+    )
+
+
+def files_of(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    """Return the files of a checkpoint with their sizes and times, which change with their content."""
+    components: Iterable[Checkpoint] = checkpoint.components
+    files = {header.file for part in components for header in part.headers.values()}
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+
+
+def restore(content: Any) -> Any:
+    """Return the content of an image: a tensor for an array."""
+    return content if isinstance(content, bytes | FailedImage) else torch.from_numpy(content)

@@ -1,0 +1,202 @@
+"""Workers that are processes of this machine, one for each device. They stay warm between runs."""
+
+from __future__ import annotations
+
+import atexit
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing import get_context, resource_tracker
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ..runtime.text import get_logger
+
+logger = get_logger(__name__)
+PACKAGE = Path(__file__).parents[1]
+# Seconds that a killed process may take to end.
+END_TIMEOUT = 5.0
+# The exit code of a process that has ended because it had nothing to do for long.
+IDLE_EXIT = 0
+
+
+class ProcessWorker:
+    """A process with a device. It outlives runs, and is started again when it was lost."""
+
+    # The next chunk is there before the results of the last one have arrived.
+    depth = 2
+    can_restart = True
+    machine = "this machine"
+
+    def __init__(self, name: str, device: torch.device, threads: int) -> None:
+        self.name, self.device, self.threads = name, device, threads
+        self.events: SimpleQueue[tuple] = SimpleQueue()
+        self.process: Any = None
+        # Messages to the process. None ends the thread that sends them.
+        self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
+        self.birth = 0
+
+    def attach(self, events: SimpleQueue[tuple]) -> None:
+        self.events = events
+        if self.process is None or not self.process.is_alive():
+            self.start()
+
+    def start(self) -> None:
+        self.birth += 1
+        context = get_context("spawn")
+        connection, other_end = context.Pipe()
+        values = {
+            "connection": other_end,
+            "device": str(self.device),
+            "folder": str(PACKAGE),
+            "threads": self.threads,
+        }
+        # A function of the standard library, because no process could import a class or function of this package by
+        # its name inside ComfyUI.
+        self.process = context.Process(
+            target=runpy.run_path,
+            args=(str(Path(__file__).with_name("child.py")), values, "sana_worker"),
+            name=f"sana {self.name}",
+            daemon=True,
+        )
+        with hidden_main(), without_interrupts():
+            self.process.start()
+        other_end.close()
+        self.outbox.put(None)
+        self.outbox = SimpleQueue()
+        for work in (self.listen, self.speak):
+            arguments = (connection, self.process, self.birth) if work == self.listen else (connection, self.outbox)
+            threading.Thread(target=work, args=arguments, name=f"sana {self.name}", daemon=True).start()
+
+    def listen(self, connection: Any, process: Any, birth: int) -> None:
+        """Pass on the events of a process until it ends."""
+        reason = ""
+        try:
+            while True:
+                # First the event, then the queue: the next run has another queue.
+                event = connection.recv()
+                if event[1] == "lost":
+                    reason = event[2]
+                else:
+                    self.events.put((self, birth, *event))
+        except Exception:
+            # The pipe is closed, or a killed process has left half an event in it.
+            process.join(END_TIMEOUT)
+            reason = reason or f"its process has ended with {process.exitcode}"
+            self.events.put((self, birth, 0, "lost", reason))
+
+    def speak(self, connection: Any, outbox: SimpleQueue[tuple | None]) -> None:
+        """Send the messages to a process. Weights and embeddings may wait for it, which the loop must not."""
+        with suppress(OSError):
+            while (message := outbox.get()) is not None:
+                connection.send(message)
+                # Weights must not stay in memory until the next message.
+                message = None
+
+    def send(self, *message: Any) -> None:
+        self.outbox.put(message)
+
+    def cancel(self, run: int) -> None:
+        self.send("cancel", run)
+
+    def restart(self) -> None:
+        self.end()
+        self.start()
+
+    def end(self) -> None:
+        """Kill the process. A stopped one could not end in another way."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(END_TIMEOUT)
+
+    def leave(self) -> None:
+        """Nothing: it may end its task while the next run begins."""
+
+
+class Processes:
+    """The worker processes of this program. A run borrows those that it needs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.workers: list[ProcessWorker] = []
+        # Those that no run uses now.
+        self.idle: list[ProcessWorker] = []
+        # multiprocessing would wait for ever for a stopped process.
+        atexit.register(self.end)
+
+    @contextmanager
+    def borrow(self, devices: Sequence[torch.device]) -> Iterator[list[ProcessWorker]]:
+        """A context with a worker for each device, which may be among `devices` more than once."""
+        borrowed: list[ProcessWorker] = []
+        with self.lock:
+            for number, device in enumerate(devices):
+                repetition = devices[:number].count(device)
+                name = f"{device}" if not repetition else f"{device} #{repetition + 1}"
+                worker = next((worker for worker in self.idle if worker.name == name), None)
+                if worker is None:
+                    # The processes of a CPU share its cores.
+                    threads = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else 0
+                    worker = ProcessWorker(name, device, threads)
+                    self.workers.append(worker)
+                else:
+                    self.idle.remove(worker)
+                borrowed.append(worker)
+        try:
+            yield borrowed
+        finally:
+            with self.lock:
+                self.idle += borrowed
+
+    def end(self) -> None:
+        """Kill all processes."""
+        for worker in self.workers:
+            worker.end()
+
+
+@cache
+def processes() -> Processes:
+    """Return the worker processes of this program."""
+    return Processes()
+
+
+@cache
+def main_lock() -> threading.Lock:
+    return threading.Lock()
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """A context in which a new process does not run this program's main module again, as multiprocessing would.
+
+    ComfyUI's main.py would start a second server, and a script without a main guard would start its work again.
+    """
+    with main_lock():
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """A context in which a new process ignores Ctrl+C until it says what to do about it. Windows has no such masks."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    # Its own start would allow interrupts again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,94 @@
+"""The worker of this process: one thread, for a single device, or for a MODEL that no other process can load."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ..runtime.accelerator import release_memory_of
+from .body import Body, describe_failure
+
+# Seconds that `leave` waits for the thread.
+JOIN_TIMEOUT = 30.0
+
+
+class Cancelled(BaseException):
+    """The run was cancelled. No Exception, because loading turns exceptions into errors of files."""
+
+
+class ThreadWorker:
+    """A thread with a device. `make_body(device, post, poll)` returns the object that works: Body, or the host's."""
+
+    depth = 2
+    # A thread cannot be killed.
+    can_restart = False
+    machine = None
+    birth = 1
+
+    def __init__(self, name: str, device: torch.device, make_body: Callable[..., Any] = Body) -> None:
+        self.name, self.device, self.make_body = name, device, make_body
+        self.tasks: SimpleQueue[tuple | None] = SimpleQueue()
+        # Runs up to this number are cancelled.
+        self.cancelled = 0
+        self.thread: threading.Thread | None = None
+
+    def attach(self, events: SimpleQueue[tuple]) -> None:
+        self.events = events
+        self.thread = threading.Thread(target=self.work, name=f"sana {self.name}", daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        run = 0
+
+        def post(name: str, *values: Any) -> None:
+            if name == "image" and callable(values[1]):
+                values = values[0], values[1]()
+            self.events.put((self, self.birth, run, name, *values))
+
+        def poll() -> None:
+            if run <= self.cancelled:
+                raise Cancelled
+
+        body: Any = None
+        while (message := self.tasks.get()) is not None:
+            name, run, task, *arguments = message
+            started, failed = time.monotonic(), None
+            try:
+                poll()
+                if name == "begin":
+                    post("begun")
+                if body is None:
+                    body = self.make_body(str(self.device), post, poll)
+                result = getattr(body, name)(*arguments)
+                if task:
+                    post("done", task, time.monotonic() - started, result)
+            except Cancelled:
+                pass
+            except Exception as error:
+                failed = error
+            if failed is not None:
+                kind, text, _ = describe_failure(failed)
+                if kind in ("memory", "driver"):
+                    release_memory_of(failed, self.device)
+                post("failed", task, kind, text, failed)
+                failed = None
+
+    def send(self, *message: Any) -> None:
+        self.tasks.put(message)
+
+    def cancel(self, run: int) -> None:
+        """End the run, within a step, and then the thread."""
+        self.cancelled = run
+        self.tasks.put(None)
+
+    def leave(self) -> None:
+        if self.thread is not None:
+            self.thread.join(JOIN_TIMEOUT)
+
+    def restart(self) -> None:
+        raise NotImplementedError
