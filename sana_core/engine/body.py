@@ -6,6 +6,7 @@ another process could not import its classes by that name.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -37,7 +38,7 @@ from ..model.fp8 import check_fp8
 from ..runtime.accelerator import empty_cache, is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, Polled
 from ..runtime.folder_lock import OWN, check_run
-from ..runtime.text import Json
+from ..runtime.text import Json, get_logger
 from ..sampling.masked import InitImage
 from .switches import set_switches
 
@@ -51,10 +52,22 @@ Post = Callable[..., None]
 Packed = tuple[numpy.ndarray, str, tuple[int, ...]]
 
 
-def set_threads(count: int) -> None:
-    """Compute with `count` threads of the CPU. 0: as many as torch chooses."""
-    if count:
-        torch.set_num_threads(count)
+class Forward(logging.Handler):
+    """Sends warnings to the loop, whose log the user sees."""
+
+    def __init__(self, post: Post) -> None:
+        super().__init__(logging.WARNING)
+        self.post = post
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.post("log", record.levelno, record.getMessage())
+
+
+def prepare_process(threads: int, post: Post) -> None:
+    """Send this process's warnings to `post`, and compute with `threads` threads of the CPU. 0: torch chooses."""
+    get_logger(__name__.partition(".")[0]).logger.addHandler(Forward(post))
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def pack(tensor: torch.Tensor) -> Packed:
@@ -229,7 +242,9 @@ class Body:
                     raise
                 failed = error
             self.encoder_device = CPU
-            self.post("log", 30, f"it cannot encode prompts: {first_line(release_memory_of(failed, place))}")
+            self.post(
+                "log", logging.WARNING, f"it cannot encode prompts: {first_line(release_memory_of(failed, place))}"
+            )
 
     def encode_one(self, encoder: Any, prompt: str | None) -> Embedding:
         if prompt is not None:

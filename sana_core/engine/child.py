@@ -6,11 +6,11 @@ package only in `work`, so that it reports an import that fails.
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
 import time
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from os import _exit
 from queue import Empty, SimpleQueue
@@ -24,17 +24,6 @@ FLUSH = 5.0
 
 class Cancelled(BaseException):
     """The parent has cancelled the run. No Exception, because loading turns exceptions into errors of files."""
-
-
-class Forward(logging.Handler):
-    """Sends warnings to the parent, whose log the user sees."""
-
-    def __init__(self, post: Any) -> None:
-        super().__init__(logging.WARNING)
-        self.post = post
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.post("log", record.levelno, record.getMessage())
 
 
 def import_package(folder: str) -> None:
@@ -104,11 +93,9 @@ class Child:
 
     def work(self, device: str, folder: str, threads: int) -> None:
         import_package(folder)
-        from sana_core.engine.body import Body, describe_failure, release_memory_of, set_threads
-
-        set_threads(threads)
-        logging.getLogger("sana_core").addHandler(Forward(self.post))
-        body = Body(device, self.post, self.poll)
+        module = import_module("sana_core.engine.body")
+        module.prepare_process(threads, self.post)
+        body = module.Body(device, self.post, self.poll)
         idle = 0.0
         while True:
             try:
@@ -134,8 +121,8 @@ class Child:
             # Embeddings and weights must not stay in memory until the next task.
             arguments = []
             if failed is not None:
-                self.post("failed", task, *describe_failure(failed))
-                release_memory_of(failed, body.device)
+                self.post("failed", task, *module.describe_failure(failed))
+                module.release_memory_of(failed, body.device)
 
 
 def main(connection: Any, device: str, folder: str, threads: int) -> None:

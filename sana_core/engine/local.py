@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ def generate_local(
 
 
 @contextmanager
-def local_workers(devices: list[torch.device], checkpoint: Checkpoint) -> Iterator[list[Any]]:
+def local_workers(devices: Sequence[torch.device], checkpoint: Checkpoint) -> Iterator[list[Any]]:
     """A context with a worker for each device. A single one is a thread, which starts at once and can use any
     `checkpoint`."""
     if len(devices) == 1:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..batch.plan import Chunk, FailedImage, ImageSpec
+from ..batch.plan import Chunk, FailedImage, Generated, ImageSpec
 from ..errors import ClusterError, InputError, SanaError, first_line
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.text import Json, get_logger
@@ -79,9 +80,11 @@ class Run:
         self.failures = 0
         # Names of the workers that load, encode or generate.
         self.ready: set[str] = set()
+        # What made the first worker unusable, and what ends the run.
         self.reason: BaseException | None = None
+        self.error: BaseException | None = None
 
-    def images(self, poll: Poll = no_poll) -> Iterator[tuple[ImageSpec, Any]]:
+    def images(self, poll: Poll = no_poll) -> Generator[Generated, None, None]:
         """Yield each image once with its content or a FailedImage, as they finish. Closing it cancels the run.
 
         `poll` is called several times a second and cancels by raising. Raises the first reason when no worker is left,
@@ -92,9 +95,10 @@ class Run:
             while self.missing:
                 self.join()
                 self.dispatch()
+                self.raise_reason()
                 poll()
-                for event in self.take():
-                    yield from self.handle(*event)
+                yield from self.react()
+                self.raise_reason()
                 now = self.clock()
                 if now - looked > LONGEST_GAP:
                     # Nobody looked at the workers in this time.
@@ -113,14 +117,29 @@ class Run:
                 if seat.state != "hanging":
                     seat.worker.leave()
 
-    def take(self) -> list[tuple]:
-        events = []
+    def raise_reason(self) -> None:
+        """Raise the error that ends the run, or the first one that made a worker unusable when none is left."""
+        if self.is_fixed and self.seats and all(seat.state == "out" for seat in self.seats.values()):
+            self.error = self.error or self.reason
+        if self.error is None:
+            return
+        error, self.error, self.reason = self.error, None, None
         try:
+            raise error
+        finally:
+            # The error refers to this frame. A reference back would keep the models of all frames alive until Python's
+            # collector runs.
+            del error
+
+    def react(self) -> Iterator[Generated]:
+        """Handle the events since the last look. Yields finished images."""
+        events = []
+        with suppress(Empty):
             events.append(self.events.get(timeout=LOOK))
             while True:
                 events.append(self.events.get_nowait())
-        except Empty:
-            return events
+        for event in events:
+            yield from self.handle(*event)
 
     def join(self) -> None:
         """Let new workers begin, and requeue the tasks of those that have left a cluster."""
@@ -144,8 +163,6 @@ class Run:
         names = {seat.worker.name for seat in self.seats.values() if seat.state == "ready"}
         self.ready &= names
         self.ready |= names
-        if self.is_fixed and all(seat.state == "out" for seat in self.seats.values()):
-            raise self.reason or ClusterError("worker: got none, expected at least one")
         for depth in range(1, 3):
             for seat in self.seats.values():
                 if seat.state == "ready" and len(seat.tasks) < min(depth, seat.worker.depth):
@@ -253,7 +270,7 @@ class Run:
                 workers = task.avoid if avoid is None else task.avoid | {avoid}
                 self.waiting.appendleft(Task("generate", task.images, avoid=workers))
 
-    def handle(self, worker: Any, birth: int, run: int, name: str, *values: Any) -> Iterator[tuple[ImageSpec, Any]]:
+    def handle(self, worker: Any, birth: int, run: int, name: str, *values: Any) -> Iterator[Generated]:
         """Handle an event. Yields finished images, also of a worker that was lost since, and of copies."""
         seat, now = self.seats.get(worker), self.clock()
         if name == "log":
@@ -307,7 +324,7 @@ class Run:
         seat.tasks = [other for other in seat.tasks if other is not task]
         return task
 
-    def finish(self, seat: Seat | None, name: str, number: int, content: Any) -> Iterator[tuple[ImageSpec, Any]]:
+    def finish(self, seat: Seat | None, name: str, number: int, content: Any) -> Iterator[Generated]:
         image = self.missing.pop(number, None)
         if image is None:
             return
@@ -324,9 +341,7 @@ class Run:
             self.texts.pop(prompt, None)
         yield image, content
 
-    def fail(
-        self, seat: Seat, number: int, kind: str, text: str, error: BaseException | str
-    ) -> Iterator[tuple[ImageSpec, Any]]:
+    def fail(self, seat: Seat, number: int, kind: str, text: str, error: BaseException | str) -> Iterator[Generated]:
         """A task has failed on a worker, which lives."""
         task = self.take_back(seat, number)
         error = rebuild(kind, text, error) if isinstance(error, str) else error
@@ -353,25 +368,23 @@ class Run:
         else:
             yield from self.blame(seat, task, error)
 
-    def blame(self, seat: Seat, task: Task, error: BaseException) -> Iterator[tuple[ImageSpec, Any]]:
-        """Find the image that an unknown error is about: generate each alone, then on another worker.
-
-        Raises an error that is about all images.
-        """
+    def blame(self, seat: Seat, task: Task, error: BaseException) -> Iterator[Generated]:
+        """Find the image that an unknown error is about: generate each alone, then on another worker. Other errors end
+        the run."""
         self.failures += 1
         is_of_job = isinstance(error, SanaError) and not isinstance(error, InputError)
         if is_of_job or self.failures >= FAILURES:
-            raise error
-        if len(task.images) > 1:
+            self.error = error
+        elif len(task.images) > 1:
             self.requeue([Task("generate", (image,), avoid=task.avoid) for image in task.images])
         elif self.others(seat, Task("", avoid=task.avoid | {seat.worker})):
             self.requeue([task], seat.worker)
         elif not self.finished:
-            raise error
+            self.error = error
         else:
             yield from self.finish(seat, seat.worker.name, task.images[0].number, {"failed": first_line(error)})
 
-    def lose(self, seat: Seat, reason: str) -> Iterator[tuple[ImageSpec, Any]]:
+    def lose(self, seat: Seat, reason: str) -> Iterator[Generated]:
         """A worker was lost: its process has ended, its driver has failed, or it was silent. It is started again."""
         current, *further = seat.tasks or [Task("")]
         seat.tasks, seat.strikes = [], seat.strikes + 1
@@ -387,7 +400,7 @@ class Run:
         for image in poisonous:
             text = f"image {image.number} was lost with its worker {LOSSES} times, the last time because of {reason}"
             if not self.finished:
-                raise ClusterError(f"worker: {text}; see its log, or use a smaller chunk")
+                self.error = ClusterError(f"worker: {text}; see its log, or use a smaller chunk")
             yield from self.finish(None, seat.worker.name, image.number, {"failed": text})
         if seat.strikes >= STRIKES or not seat.worker.can_restart:
             self.leave_out(seat, ClusterError(reason))
@@ -403,7 +416,7 @@ class Run:
         seat.tasks = []
         seat.worker.cancel(self.number)
 
-    def watch(self, seat: Seat, now: float) -> Iterator[tuple[ImageSpec, Any]]:
+    def watch(self, seat: Seat, now: float) -> Iterator[Generated]:
         """Give up a worker that has been silent for too long."""
         if not seat.tasks or seat.state not in ("starting", "ready"):
             return

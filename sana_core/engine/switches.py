@@ -1,4 +1,4 @@
-"""torch's switches that change the speed or the last bits of results. Another process gets those of the first one.
+"""Switches of torch that change the speed or the last bits of results. Another process gets those of the first one.
 
 The environment needs no such copy, because a process inherits it.
 """

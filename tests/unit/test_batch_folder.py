@@ -22,13 +22,19 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import local, pipeline
 from sana_core.batch.folder import OutputFolder
-from sana_core.batch.loop import FAILURES_AT_START, stop_if_all_fail
-from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images
+from sana_core.batch.plan import (
+    FAILURES_AT_START,
+    FailedImage,
+    ImageSpec,
+    Workload,
+    batch_images,
+    stop_if_all_fail,
+)
 from sana_core.batch.png import encode_png, write_image
 from sana_core.batch.writers import Writers
 from sana_core.checkpoints.fingerprint import fingerprint
+from sana_core.engine import body
 from sana_core.runtime import atomic_files as whole_files
 from sana_core.runtime.atomic_files import digest_of
 
@@ -356,7 +362,7 @@ def nan_images(monkeypatch):
     """A function that makes the images of these seeds NaN, and returns the seeds that were sampled."""
 
     def make(seeds):
-        real, sampled = pipeline.sample, []
+        real, sampled = body.sample, []
 
         def sample(models, settings, chunk, *arguments, **options):
             latents = real(models, settings, chunk, *arguments, **options)
@@ -366,7 +372,7 @@ def nan_images(monkeypatch):
                     latents[row] = float("nan")
             return latents
 
-        monkeypatch.setattr(pipeline, "sample", sample)
+        monkeypatch.setattr(body, "sample", sample)
         return sampled
 
     return make
@@ -693,6 +699,6 @@ def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said)
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(local, "generate_chunk", fail)
+    monkeypatch.setattr(body, "sample", fail)
     code, _, err = batch()
     assert code == 1 and err.splitlines()[-1].startswith(f"devices: {said}") and "Traceback" not in err

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from sana_core import inspect_checkpoint
-from sana_core.batch import batch_size, local
+from sana_core.batch import batch_size
 from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import LARGEST_CHUNK, Workload, batch_images
 from sana_core.checkpoints import find_part
 from sana_core.checkpoints.configs import architecture
 from sana_core.cluster.batch import make_job
 from sana_core.cluster.worker import unpack
+from sana_core.engine import body
+from sana_core.engine.local import generate_local
 from sana_core.memory import GUIDED, MOST_PASSES, Passes, transformer_bytes
 from sana_core.model.known_models import VARIANTS, Architecture
 
@@ -105,10 +107,10 @@ def test_devices_are_asked_with_the_prompts_of_the_workload(checkpoint, monkeypa
         asked.append(options["prompts"])
         return batch_size.largest_chunk(*arguments, **options)
 
-    monkeypatch.setattr(local, "largest_chunk", largest_chunk)
+    monkeypatch.setattr(body, "largest_chunk", largest_chunk)
     workload = Workload(["a", "b", "c"][:prompts], batch_images(prompts, 1, 0))
     request = prepare(workload, checkpoint, SamplingSettings(64, 64, steps=1), ["cpu"])
-    assert len(list(local.generate_local(request))) == prompts
+    assert len(list(generate_local(request))) == prompts
     assert asked == [prompts]
 
 

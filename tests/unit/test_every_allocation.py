@@ -6,11 +6,12 @@ from allocations import RunsOut, large_tensors, numbers
 from decoders import noise, relative
 
 from sana_core import decode_latents, encode_images
-from sana_core.batch import local
 from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
+from sana_core.engine.body import Body
+from sana_core.engine.local import generate_local
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,24 +53,23 @@ def test_memory_that_runs_out_at_any_allocation_in_strips(bundled, direction):
 
 @pytest.mark.slow
 def test_memory_that_runs_out_at_any_allocation_of_a_chunk_costs_no_picture(checkpoint, monkeypatch):
-    real, expected_value = local.generate_chunk, 0
+    real, expected_value = Body.generate, 0
 
     def draw(*arguments):
         nonlocal expected_value
         number, expected_value = expected_value, 0
         with RunsOut(number) as memory:
-            pictures = real(*arguments)
+            real(*arguments)
         counts.append(memory.count)
-        return pictures
 
     def run():
         settings = SamplingSettings(128, 128, steps=1)
         workload = Workload(["a red circle"], batch_images(1, 2, 0), chunk=2)
-        drawn = local.generate_local(prepare(workload, checkpoint, settings, ["cpu"]))
+        drawn = generate_local(prepare(workload, checkpoint, settings, ["cpu"]))
         return {picture.number: pixels for picture, pixels in drawn}
 
     counts = []
-    monkeypatch.setattr(local, "generate_chunk", draw)
+    monkeypatch.setattr(Body, "generate", draw)
     expected = run()
     before, tried = large_tensors(), numbers(counts[0], 6)
     for expected_value in tried:  # noqa: B007

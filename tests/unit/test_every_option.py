@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 import sana_core
 import sana_core.cluster.batch
 from sana_core.__main__ import COMMANDS, main
-from sana_core.batch import local
 from sana_core.commands import decode, generate
+from sana_core.engine import local
 from sana_core.split import generate as split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,21 +249,18 @@ class Outcome(NamedTuple):
 def work(monkeypatch):
     """What the real functions are called with, which no image shows: devices, chunks, compiled code, a cluster."""
     calls = []
-    find_limits, local_pool, queue = local.find_limits, local.LocalPool, local.Queue
+    local_workers, run = local.local_workers, local.Run
     write_video = generate.write_video
     load_on, decode_split, decode_to_file = split.load_on, split.decode_split, decode.decode_to_file
 
-    def limits(*options):
-        calls.append("the device decides how many images at once")
-        return find_limits(*options)
-
-    def pool(devices, *options, **named):
+    def workers(devices, checkpoint):
         calls.append(f"workers on {devices}")
-        return local_pool(devices, *options, **named)
+        return local_workers(devices, checkpoint)
 
-    def chunks(parts):
-        calls.append(f"chunks of {[len(part) for part in parts]}")
-        return queue(parts)
+    def chunks(job, parts, *options, **named):
+        by_device = "" if job["fixed_chunk"] else " at most, if the device has the memory"
+        calls.append(f"chunks of {[len(part) for part in parts]}{by_device}")
+        return run(job, parts, *options, **named)
 
     def load(devices, *options):
         calls.append(f"shared by {len(devices)}")
@@ -293,9 +290,8 @@ def work(monkeypatch):
         calls.append("compiled")
         return function
 
-    monkeypatch.setattr(local, "find_limits", limits)
-    monkeypatch.setattr(local, "LocalPool", pool)
-    monkeypatch.setattr(local, "Queue", chunks)
+    monkeypatch.setattr(local, "local_workers", workers)
+    monkeypatch.setattr(local, "Run", chunks)
     monkeypatch.setattr(split, "load_on", load)
     monkeypatch.setattr(split, "decode_split", decode_shared)
     monkeypatch.setattr(decode, "decode_to_file", decode_file)

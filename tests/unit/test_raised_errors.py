@@ -1,15 +1,13 @@
 """An error that a thread passes on keeps no model alive: its frames are freed by reference counting."""
 
 import weakref
-from contextlib import closing
 
 import pytest
 import torch
 
-from sana_core.batch.local import LocalPool
-from sana_core.batch.loop import run_batch
 from sana_core.batch.plan import ImageSpec
-from sana_core.batch.queue import Queue
+from sana_core.engine.loop import Run
+from sana_core.engine.thread import ThreadWorker
 from sana_core.split.devices import Split
 
 CPU = torch.device("cpu")
@@ -27,14 +25,18 @@ def split_fails(error):
 
 
 def chunk_fails(error):
-    def prepare(device, poll):
-        def generate(chunk):
+    class Body:
+        def __init__(self, device, post, poll):
+            pass
+
+        def begin(self, job):
+            pass
+
+        def load(self):
             raise error("injected")
 
-        return generate
-
-    with closing(LocalPool([CPU], prepare)) as pool:
-        list(run_batch(Queue([(ImageSpec(0, 0, 0),)]), pool))
+    chunks = [(ImageSpec(0, 0, 0),)]
+    list(Run({}, chunks, [ThreadWorker("cpu", CPU, Body)], [""], {"": None, None: None}).images())
 
 
 @pytest.mark.parametrize(
