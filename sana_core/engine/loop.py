@@ -5,6 +5,7 @@ Each rule is one method of `Run`. worker.py lists the events of workers, which a
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ class Run:
     weights that differ from the checkpoint, by name.
     """
 
+    numbers = itertools.count(1)
+
     def __init__(
         self,
         job: Json,
@@ -59,8 +62,8 @@ class Run:
     ) -> None:
         self.job, self.prompts, self.inputs, self.changed, self.on_step = job, prompts, inputs, changed, on_step
         self.limits, self.clock = limits, clock
-        # Higher than that of each earlier run, also in other processes' memory.
-        self.number = time.monotonic_ns()
+        # Workers cancel all runs up to a number.
+        self.number = next(self.numbers)
         self.workers, self.is_fixed = (workers, False) if callable(workers) else ((lambda: workers), True)
         self.events = SimpleQueue() if events is None else events
         self.waiting: deque[Task] = deque(Task("generate", chunk) for chunk in chunks)
@@ -110,7 +113,8 @@ class Run:
         finally:
             for seat in self.seats.values():
                 # A process that still loads goes on: the next run probably needs the same models.
-                is_warming_up = not self.missing and seat.worker.can_restart and not seat.loaded
+                encodes = any(task.name == "encode" for task in seat.tasks)
+                is_warming_up = not self.missing and seat.worker.can_restart and not seat.loaded and not encodes
                 if not is_warming_up:
                     seat.worker.cancel(self.number)
             for seat in self.seats.values():
@@ -310,7 +314,9 @@ class Run:
         if task.name == "begin":
             seat.state, seat.lacks_weights = "ready", bool(result)
         elif task.name == "load":
-            seat.limit, seat.loaded, seat.lacks_weights = result, True, False
+            # It may have run out of memory with fewer images.
+            seat.limit = min(filter(None, (seat.limit, result)), default=None)
+            seat.loaded, seat.lacks_weights = True, False
         elif task.name == "encode":
             # The text encoder may have taken the place of the models.
             seat.loaded = seat.loaded and bool(result)

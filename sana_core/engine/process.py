@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.text import get_logger
+from ..runtime.text import brief, get_logger
 
 logger = get_logger(__name__)
 PACKAGE = Path(__file__).parents[1]
@@ -67,11 +67,18 @@ class ProcessWorker:
             name=f"sana {self.name}",
             daemon=True,
         )
-        with hidden_main(), without_interrupts():
-            self.process.start()
-        other_end.close()
         self.outbox.put(None)
         self.outbox = SimpleQueue()
+        try:
+            with hidden_main(), without_interrupts():
+                self.process.start()
+        except Exception as error:
+            # For example, too many processes, or this process is itself a daemon of multiprocessing.
+            self.process = None
+            self.events.put((self, self.birth, 0, "lost", f"its process cannot start ({brief(error)})"))
+            return
+        finally:
+            other_end.close()
         for work in (self.listen, self.speak):
             arguments = (connection, self.process, self.birth) if work == self.listen else (connection, self.outbox)
             threading.Thread(target=work, args=arguments, name=f"sana {self.name}", daemon=True).start()
