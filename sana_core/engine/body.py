@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,11 +276,15 @@ class Body:
         self.negative = encoded.get(None, self.negative)
         assert self.negative is not None
         conditioning = Conditioning([encoded[prompt] for prompt in prompts], self.negative)
-        latents = sample(models, job.settings, chunk, conditioning, self.poll, self.image_inputs(chunk, inputs))
+        # A step of a CPU may take minutes. torch.compile cannot be polled.
+        is_slow = self.device.type == "cpu" and not job.settings.compiled
+        with Polled(self.stay_alive) if is_slow else nullcontext():
+            further = self.image_inputs(chunk, inputs)
+            latents = sample(models, job.settings, chunk, conditioning, self.stay_alive, further)
         for image, prompt, latent in zip(chunk, prompts, latents, strict=True):
             pixels: torch.Tensor | FailedImage | None = None
             if models.autoencoder is not None:
-                (pixels,) = decode_each(models.autoencoder, latent[None], self.poll)
+                (pixels,) = decode_each(models.autoencoder, latent[None], self.stay_alive)
             elif not latent.isfinite().all():
                 pixels = FailedImage(NOT_FINITE)
             self.post("image", image.number, partial(self.content, image, prompt, latent, pixels))
