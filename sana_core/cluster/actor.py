@@ -1,19 +1,17 @@
 """The Ray actor: a process with a GPU on a machine of a cluster. It keeps its models loaded between runs.
 
 Ray sends this module itself to the machines. The module imports the rest of the package only inside functions, because
-the code of a machine may differ, and the driver checks this first. Arguments, results and errors are pickled here. So
-the process of Ray Client on the head does not unpickle them, and needs no torch.
+the code of a machine may differ, and the driver checks this first. Arguments and events are pickled here. So the
+process of Ray Client on the head does not unpickle them, and needs no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import time
 from importlib import import_module
 from importlib.metadata import version
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +36,26 @@ def describe_code(folder: Path) -> dict[str, str]:
     return {CODE: digest.hexdigest()[:12], **{name: version(name) for name in LIBRARIES}}
 
 
+class Cancelled(BaseException):
+    """The driver has cancelled the run. No Exception, because loading turns exceptions into errors of files."""
+
+
 class Actor:
-    """A worker, with counts for Ray's metrics, which Prometheus can read on each machine."""
+    """A Body of engine/body.py, with counts for Ray's metrics, which Prometheus can read on each machine."""
 
     def __init__(self) -> None:
         from ray.util import metrics
 
-        self.worker: Any = None
-        self.warnings = BufferingHandler(1000)
-        self.warnings.setLevel(logging.WARNING)
-        logging.getLogger(PACKAGE).addHandler(self.warnings)
+        self.body: Any = None
+        self.threads = 1
+        # Of the present call: its run, its task, its events, how many events it had, and what it is doing.
+        self.run = self.task = self.count = 0
+        self.events: list[tuple] = []
+        self.phase = "alive"
+        # Runs up to this number are cancelled.
+        self.cancelled = 0
         self.images = metrics.Counter("sana_images", description="images generated")
-        self.failures = metrics.Counter("sana_failures", description="chunks that ended with an error")
+        self.failures = metrics.Counter("sana_failures", description="tasks that ended with an error")
         self.seconds = metrics.Histogram(
             "sana_seconds_per_image", description="seconds for an image", boundaries=BOUNDARIES
         )
@@ -60,69 +66,74 @@ class Actor:
         code = describe_code(Path(import_module(PACKAGE).__file__ or "").parent)
         return context.get_node_id(), ",".join(context.get_accelerator_ids().get("GPU", [])), code
 
+    def open(self, threads: int) -> None:
+        """Compute with `threads` threads of the CPU. The actor reserves no CPU, so Ray has limited it to one thread."""
+        self.threads = threads
+
     @ray.method(concurrency_group="status")
-    def answer(self) -> None:
-        """Return, also while another call runs, to show that the process is alive."""
+    def answer(self) -> tuple[int, int, str]:
+        """Return the task of the present call or 0, how many events it had, and the event for what it is doing."""
+        return self.task, self.count, self.phase
 
-    def call(self, method: str, arguments: bytes, *weights: bytes) -> bytes:
-        """Call `prepare`, `generate`, or a method of the worker. Returns (result, failure kind, message, warnings)."""
-        result, failure, reason, caught = None, "", "", None
+    @ray.method(concurrency_group="status")
+    def cancel(self, run: int) -> None:
+        """End the work for this run and for earlier ones within a step."""
+        self.cancelled = run
+
+    def poll(self) -> None:
+        if self.run <= self.cancelled:
+            raise Cancelled
+
+    def post(self, name: str, *values: Any) -> None:
+        """Keep an event until the call ends. Signs of life are counted, and `answer` returns the latest one."""
+        self.count += 1
+        if name == "alive":
+            return
+        self.phase = name if name in ("begun", "loading") else "alive"
+        if name == "image":
+            number, content = values
+            values = number, content() if callable(content) else content
+            self.images.inc()
+        if name not in ("begun", "loading", "step"):
+            self.events.append((name, *values))
+
+    def call(self, name: str, run: int, task: int, arguments: bytes, *weights: bytes) -> bytes:
+        """Call a method of Body. Returns its events, as in engine/worker.py."""
+        self.run, self.task, self.count, self.phase, self.events = run, task, 0, "alive", []
+        module, failed, started = None, None, time.monotonic()
         try:
-            function = getattr(self, method, None) or getattr(self.worker, method)
-            result = function(*loads(arguments), *map(loads, weights))
+            self.poll()
+            if name == "begin":
+                self.post("begun")
+            module = import_module(f"{PACKAGE}.engine.body")
+            if self.body is None:
+                module.prepare_process(self.threads, self.post)
+                accelerator = import_module(f"{PACKAGE}.runtime.accelerator").current_accelerator()
+                self.body = module.Body(accelerator or "cpu", self.post, self.poll)
+            result = getattr(self.body, name)(*loads(arguments), *map(loads, weights))
+            seconds = time.monotonic() - started
+            if name == "generate":
+                self.seconds.observe(seconds / max(1, sum(event[0] == "image" for event in self.events)))
+            if task:
+                self.post("done", task, seconds, result)
+        except Cancelled:
+            pass
         except Exception as error:
-            (failure, reason), caught = describe_failure(error), error
-        if failure == "memory":
-            # Not inside the handler, which would keep the tensors of the failed work alive.
-            import_module(f"{PACKAGE}.runtime.accelerator").release_memory_of(caught)
-        warned = [record.getMessage() for record in self.warnings.buffer]
-        self.warnings.flush()
-        return dumps((result, failure, reason, warned))
-
-    def prepare(self, job: dict[str, object], threads: int, names: list[str], *weights: bytes) -> int:
-        """Load the models of the job if they are not loaded yet. Returns the result of `Worker.begin`."""
-        if self.worker is None:
-            worker = import_module(f"{PACKAGE}.cluster.worker").Worker(job)
-            worker.load(threads, dict(zip(names, weights, strict=True)))
-            self.worker = worker
-        return self.worker.begin(job)
-
-    def generate(self, chunk: list[object], prompts: list[object]) -> tuple[float, list[object]]:
-        """Generate a chunk. Returns the seconds that it took, and its images."""
-        started = time.monotonic()
-        try:
-            images = self.worker.generate(chunk, prompts)
-        except BaseException:
+            failed = error
+        if failed is not None:
             self.failures.inc()
-            raise
-        seconds = time.monotonic() - started
-        self.images.inc(len(chunk))
-        self.seconds.observe(seconds / len(chunk))
-        return seconds, images
-
-
-def describe_failure(error: Exception) -> tuple[str, str]:
-    """Return the kind of a failure, and its message on one line.
-
-    The kinds are "memory", "driver" for a broken GPU, "machine" for a missing file or library, and "error" for
-    everything else.
-    """
-    errors = import_module(f"{PACKAGE}.errors")
-    if isinstance(error, errors.SanaError):
-        return "machine", str(error)
-    if isinstance(error, ImportError):
-        # torch itself may be missing, and the module below needs it.
-        return "machine", errors.first_line(error)
-    accelerator = import_module(f"{PACKAGE}.runtime.accelerator")
-    kind = "machine" if isinstance(error, OSError) else "error"
-    if accelerator.is_out_of_memory(error):
-        kind = "memory"
-    elif accelerator.is_driver_error(error):
-        kind = "driver"
-    return kind, errors.first_line(error)
+            if module is None:
+                # A library is missing or broken.
+                text = import_module(f"{PACKAGE}.errors").first_line(failed)
+                self.post("failed", task, "refused", text, type(failed).__name__)
+            else:
+                self.post("failed", task, *module.describe_failure(failed))
+                module.release_memory_of(failed, self.body and self.body.device)
+        events, self.events, self.task = self.events, [], 0
+        return dumps(events)
 
 
 def actor_class() -> Any:
-    """Return the class that Ray starts. An actor has one thread for `answer` and one for all other calls."""
+    """Return the class that Ray starts. An actor has one thread for its status and one for all other calls."""
     decorate: Any = ray.remote
     return decorate(concurrency_groups={"status": 1})(Actor)

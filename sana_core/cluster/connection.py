@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ..batch.loop import GRACE
 from ..batch.progress import OnStatus, no_status
+from ..engine.worker import LIMITS
 from ..errors import ClusterError, InputError, VersionError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
@@ -44,7 +44,7 @@ class ClusterSettings(NamedTuple):
     # Ray's custom resources that each actor reserves: (name, amount).
     resources: tuple[tuple[str, float], ...] = ()
     # Seconds before a chunk can count as hanging.
-    grace: float = GRACE
+    grace: float = LIMITS.grace
     # Seconds that a run without any actor waits for Ray to place one.
     wait: float = GPU_TIMEOUT
 

@@ -41,7 +41,8 @@ class Run:
     `job` is what each worker gets first, see body.py. `workers` is a list, or a function that returns the present
     workers of a cluster and raises if none will come. `texts` has embeddings by prompt, and the negative one as None;
     prompts without one are encoded. `inputs(images)` returns further inputs of images. `changed()` returns packed
-    weights that differ from the checkpoint, by name.
+    weights that differ from the checkpoint, by name. `on_left_out(worker, error)` is called for a worker that gets no
+    more tasks.
     """
 
     numbers = itertools.count(1)
@@ -59,9 +60,10 @@ class Run:
         limits: Limits = LIMITS,
         events: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        on_left_out: Callable[[Any, BaseException], object] = lambda worker, error: None,
     ) -> None:
         self.job, self.prompts, self.inputs, self.changed, self.on_step = job, prompts, inputs, changed, on_step
-        self.limits, self.clock = limits, clock
+        self.limits, self.clock, self.on_left_out = limits, clock, on_left_out
         # Workers cancel all runs up to a number.
         self.number = next(self.numbers)
         self.workers, self.is_fixed = (workers, False) if callable(workers) else ((lambda: workers), True)
@@ -421,6 +423,7 @@ class Run:
         self.requeue(seat.tasks)
         seat.tasks = []
         seat.worker.cancel(self.number)
+        self.on_left_out(seat.worker, error)
 
     def watch(self, seat: Seat, now: float) -> Iterator[Generated]:
         """Give up a worker that has been silent for too long."""

@@ -1,6 +1,6 @@
 """A replacement of Ray in virtual time: machines with GPUs, on which actors start, work, fail, hang and die.
 
-The pool, the loop and the queue are the real ones. A real cluster cannot stop the clock, break a GPU, or fail at each
+The fleet and the loop are the real ones. A real cluster cannot stop the clock, break a GPU, or fail at each
 call.
 """
 
@@ -9,16 +9,17 @@ import math
 from types import SimpleNamespace
 
 import ray
+import torch
 from ray.exceptions import ActorDiedError, RayError
 
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
-from sana_core.cluster import actor, clock, pool
+from sana_core.cluster import actor, clock, fleet
 from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.batch import generate_with
 from sana_core.cluster.connection import ClusterSettings
-from sana_core.cluster.worker import Job
+from sana_core.engine.body import Job
 
 # ids of machines
 A, B, C, D = (letter * 56 for letter in "abcd")
@@ -45,8 +46,10 @@ class Handle:
     def __init__(self, cluster, strategy):
         self.cluster, self.strategy, self.number = cluster, strategy, next(cluster.numbers)
         self.place, self.hung, self.dead, self.free = None, False, False, 0.0
+        self.tasks = []  # when each task ends, and its number
         self.located, self.references = Reference(), []
         self.locate, self.answer, self.call = Remote(self.on_locate), Remote(self.on_answer), Remote(self.on_call)
+        self.open, self.cancel = Remote(cluster.threads.append), Remote(lambda run: None)
 
     def reference(self, ready, value=None, error=None):
         if self.dead or self.hung:
@@ -60,15 +63,17 @@ class Handle:
         return self.located
 
     def on_answer(self):
-        return self.reference(self.cluster.now + 0.01)
+        task = next((task for end, task in self.tasks if end > self.cluster.now), 0)
+        return self.reference(self.cluster.now + 0.01, (task, 0, "alive"))
 
-    def on_call(self, method, arguments, *weights):
+    def on_call(self, name, run, task, arguments, *weights):
         """Do the call after those that the actor has. The behaviour of the cluster decides how long it takes, and how
-        it ends: ("", result), (failure kind of Actor.call, reason), "dies", "stops" (no answer, not even to a ping) or
-        "hangs" (answers to a ping alone)."""
-        if method == "prepare":
+        it ends: ("", result), (kind of failure, reason), "dies", "stops" (no answer, not even to a ping) or "hangs"
+        (answers to a ping alone)."""
+        if name == "load":
             self.cluster.loaded.append(self)
-        seconds, end = self.cluster.behaviour(self, method, ray.cloudpickle.loads(arguments))
+        arguments = ray.cloudpickle.loads(arguments)
+        seconds, end = self.cluster.behaviour(self, name, arguments)
         self.free = max(self.free, self.cluster.now) + seconds
         if end == "dies":
             reference = self.reference(math.inf)
@@ -79,8 +84,13 @@ class Handle:
             self.hung = end == "stops"
         else:
             failure, value = end
-            result = (None, failure, value, []) if failure else (value, "", "", [])
-            reference = self.reference(self.free, ray.cloudpickle.dumps(result))
+            events = [("failed", task, failure, value, "RuntimeError")] if failure else []
+            if not failure and name == "generate":
+                events = [("image", image[0], content) for image, content in zip(arguments[0], value, strict=True)]
+            if not failure:
+                events.append(("done", task, seconds, value if name == "load" else None))
+            reference = self.reference(self.free + self.cluster.transit, ray.cloudpickle.dumps(events))
+        self.tasks.append((self.free, task))
         return reference
 
     def die(self):
@@ -102,15 +112,17 @@ class FakeRay:
         self.machines, self.behaviour, self.seconds_to_start = dict(machines), behaviour, seconds_to_start
         self.now, self.started, self.numbers = 0.0, [], itertools.count(1)
         self.loaded = []  # the actors that were told to load, in their order
+        self.threads = []  # the numbers of threads of actors
         self.events = []  # (time, function)
+        self.transit = 0.0  # seconds until the result of a call arrives
         self.deaf = 0  # this many looks see nothing, as after a stop of the process
         self.exceptions, self.cloudpickle = SimpleNamespace(RayError=RayError), ray.cloudpickle
 
     def install(self, monkeypatch):
-        """Use this cluster, and its time, in the pool."""
+        """Use this cluster, and its time, in the fleet."""
         virtual = SimpleNamespace(monotonic=lambda: self.now, sleep=self.advance)
         monkeypatch.setattr(clock, "time", virtual)
-        monkeypatch.setattr(pool, "time", virtual)
+        monkeypatch.setattr(fleet, "time", virtual)
         monkeypatch.setattr(actor, "describe_code", lambda folder: CODE)
         monkeypatch.setattr(actor, "actor_class", lambda: SimpleNamespace(options=self.options))
         return self
@@ -192,19 +204,20 @@ class FakeRay:
 
 
 def works(seconds=1.0, loading=5.0):
-    """Return the behaviour of actors that never fail. The result of an image is its number and the actor's place."""
+    """Return the behaviour of actors that never fail. The content of an image is its number and the actor's place."""
 
     def behaviour(handle, method, arguments):
-        if method == "prepare":
-            return loading, ("", 32)
+        if method != "generate":
+            return (loading if method == "load" else 0.1), ("", 32)
         images = arguments[0]
-        return seconds * len(images), ("", (seconds, [(image[0], handle.place) for image in images]))
+        return seconds * len(images), ("", [(image[0], handle.place) for image in images])
 
     return behaviour
 
 
 def generate(cluster, images, chunk=1, cache=None, **share):
     """Yield the images of a batch on a FakeRay that is installed, by the actors of `cache` first."""
-    workload = Workload(["a cat"], batch_images(1, images, 0), chunk)
+    text = torch.zeros(1, 1, 1), torch.ones(1, 1)
+    workload = Workload(["a cat"], batch_images(1, images, 0), chunk, encoded=({"a cat": text}, text))
     run = ClusterRun(cluster, ClusterSettings("fake", **share), cache or ActorCache())
-    return generate_with(run, Job(SamplingSettings(4096, 2048), {}, "sana"), workload, WorkerReport())
+    return generate_with(run, Job(SamplingSettings(4096, 2048), "sana"), workload, WorkerReport())

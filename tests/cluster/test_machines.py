@@ -3,22 +3,21 @@
 import re
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
-from machines import add_node
+import ray
+from machines import actors, add_node
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.actors import ActorCache, ClusterRun
-from sana_core.cluster.connection import ClusterSettings, connected
-from sana_core.cluster.pool import Pool
-from sana_core.cluster.timeouts import ACTOR_IDLE_TIMEOUT
-from sana_core.cluster.worker import Job
+from sana_core.batch.pipeline import SamplingSettings, prepare
+from sana_core.batch.plan import Workload, batch_images
+from sana_core.batch.progress import WorkerReport
+from sana_core.cluster.batch import generate_on_cluster
+from sana_core.cluster.connection import ClusterSettings
+from sana_core.cluster.timeouts import ACTOR_IDLE_TIMEOUT, HEALTH_CHECK_INTERVAL
 
 # an actor has one core
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(400)]
@@ -28,79 +27,51 @@ OPTIONS = {"width": 64, "height": 64, "steps": 2, "count": 6, "chunk": 1}
 
 
 @pytest.fixture
-def pool_of(cluster, checkpoint):
-    """A function (most, **share) that opens the pool of a run with at most `most` actors."""
+def drawing(cluster, checkpoint):
+    """A function (**share) that returns the images of a long run as they arrive."""
 
-    @contextmanager
-    def build(most, **share):
-        path, cache = str(checkpoint), ActorCache()
-        job = Job(resolve_settings(SamplingSettings(64, 64), path), {path: fingerprint(path)}, path, path)
-        with connected(cluster.address) as ray:
-            pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, **share), cache), job, most)
-            yield pool
-            pool.close()
-            cache.end(ray)
+    def build(**share):
+        workload = Workload(PROMPTS, batch_images(2, 1000, 5), 1)
+        settings = ClusterSettings(cluster.address, **share)
+        return generate_on_cluster(prepare(workload, checkpoint, SamplingSettings(64, 64, 2)), settings)
 
     return build
 
 
-def wait_until(pool, done):
-    """Let the pool see to its actors until that is so."""
-    while not done():
-        pool.wait([])
-
-
-def settle(pool, count):
-    """Wait until the pool has placed `count` actors and checked the cluster twice more."""
-    wait_until(pool, lambda: len(pool.held) == count)
-    last_check = pool.last_check
-    wait_until(pool, lambda: pool.last_check > last_check)
-    last_check = pool.last_check
-    wait_until(pool, lambda: pool.last_check > last_check)
-    assert len(pool.held) == count
-
-
-def machines_of(pool):
-    return sorted(actor.node_id for actor in pool.held)
+def wait_for_two_checks():
+    time.sleep(2.5 * HEALTH_CHECK_INTERVAL)
 
 
 @pytest.mark.slow
-def test_a_run_takes_no_more_gpus_than_it_may(cluster, pool_of):
+def test_a_run_takes_no_more_gpus_than_it_may(cluster, drawing):
     cluster.add_node(num_cpus=1, num_gpus=3)
-    with pool_of(8, gpus=2) as pool:
-        settle(pool, 2)
-        # nor does it ask for more
-        assert not pool.asked and pool.ray.available_resources()["GPU"] == 1
+    with closing(drawing(gpus=2)) as images:
+        next(images)
+        for _ in range(2):
+            wait_for_two_checks()
+            next(images)
+        # Neither does it request more.
+        assert ray.available_resources()["GPU"] == 1 and len(actors()) == 2
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_gpu(cluster, pool_of):
+def test_two_processes_share_a_gpu(cluster, drawing):
     cluster.add_node(num_cpus=1, num_gpus=1)
-    with pool_of(8, gpus_per_worker=0.5) as pool:
-        settle(pool, 2)
-        assert "GPU" not in pool.ray.available_resources()
+    with closing(drawing(gpus_per_worker=0.5)) as images:
+        next(images)
+        wait_for_two_checks()
+        next(images)
+        assert "GPU" not in ray.available_resources() and len(actors()) >= 2
 
 
 @pytest.mark.slow
-def test_only_machines_with_a_custom_resource_are_asked(cluster, pool_of):
+def test_only_machines_with_a_custom_resource_are_used(cluster, checkpoint):
     add_node(cluster)
     big = cluster.add_node(num_cpus=1, num_gpus=1, resources={"big": 1})
-    with pool_of(8, resources=(("big", 0.001),)) as pool:
-        settle(pool, 1)
-        assert machines_of(pool) == [big.node_id]
-
-
-@pytest.mark.slow
-def test_a_cpu_that_draws_uses_its_cores_and_loading_takes_as_long_as_it_takes(cluster, pool_of):
-    """Ray lets an actor without a CPU of its own have one thread."""
-    cluster.add_node(num_cpus=6, num_gpus=2)
-    with pool_of(1) as pool:
-        wait_until(pool, lambda: pool.starting)
-        # The wait for a GPU is over.
-        pool.cluster = pool.cluster._replace(wait=0.0)
-        wait_until(pool, lambda: pool.actors)
-        (actor,) = pool.actors.values()
-        assert pool.ray.get(actor.handle.__ray_call__.remote(lambda actor: torch.get_num_threads())) == 3
+    request = prepare(Workload(PROMPTS, batch_images(2, 6, 5), 1), checkpoint, SamplingSettings(64, 64, 2))
+    settings, report = ClusterSettings(cluster.address, resources=(("big", 0.001),)), WorkerReport()
+    assert len(list(generate_on_cluster(request, settings, report=report))) == 12
+    assert all(f"({big.node_id[:6]})" in machine for machine in report.machines.values())
 
 
 def test_a_run_waits_longer_than_the_workers_of_another_stay_idle():

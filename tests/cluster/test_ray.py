@@ -24,13 +24,11 @@ from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.batch.png import describe_settings
 from sana_core.batch.progress import WorkerReport, no_status
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
-from sana_core.cluster.connection import ClusterSettings, connected
-from sana_core.cluster.pool import Pool
+from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import run_alone
 from sana_core.cluster.timeouts import ACTOR_TIMEOUT
-from sana_core.cluster.worker import Job
+from sana_core.engine.body import Job
 from sana_core.errors import ClusterError
 from sana_core.runtime.cancellation import no_poll
 from sana_core.runtime.folder_lock import hold
@@ -80,23 +78,21 @@ def test_a_machine_without_the_checkpoint_is_named(cluster, checkpoint, tmp_path
     shutil.copytree(checkpoint, copy)
     node = add_node(cluster)
     path = str(copy)
-    job = Job(resolve_settings(SETTINGS, path), {path: fingerprint(path)}, path, path, path)
+    job = Job(resolve_settings(SETTINGS, path), path, path, path, {path: fingerprint(path)})
     shutil.rmtree(copy)
     with pytest.raises(ClusterError, match=rf"\({node.node_id[:6]}, actor \d+\): .*sana"):
-        wait_for_actors(cluster, job)
+        generate_job(cluster, job)
 
 
-def wait_for_actors(cluster, job):
-    """Request actors for the job until one is ready."""
-    cache = ActorCache()
-    with connected(cluster.address) as ray:
-        pool = Pool(ClusterRun(ray, ClusterSettings(cluster.address, wait=250), cache), job, 4)
-        try:
-            while not pool.actors:
-                pool.wait([])
-        finally:
-            pool.close()
-            cache.end(ray)
+def generate_job(cluster, job, workload=None, report=None):
+    """Generate the images of a job by their numbers, without the checks of this machine."""
+    workload = workload or Workload(PROMPTS, batch_images(2, 1, 5))
+    report = WorkerReport() if report is None else report
+    run = ClusterSettings(cluster.address)
+    return dict(
+        (image.number, result)
+        for image, result in run_alone(run, lambda run: generate_with(run, job, workload, report), no_poll, no_status)
+    )
 
 
 @pytest.mark.slow
@@ -138,9 +134,9 @@ def test_a_machine_whose_files_differ_anywhere_is_named_and_draws_nothing(cluste
         if old is None:
             data[len(data) * 2 // 3] ^= 1
         (copy / file).write_bytes(data if old is None else data.replace(old, new))
-        job = Job(resolve_settings(SETTINGS, path), weights, path, path, path)
+        job = Job(resolve_settings(SETTINGS, path), path, path, path, weights)
         with pytest.raises(ClusterError, match=rf"not what the driver has \({name}\); copy the same"):
-            wait_for_actors(cluster, job)
+            generate_job(cluster, job)
 
 
 @pytest.mark.slow
@@ -175,8 +171,8 @@ def test_an_actor_that_hangs_is_noticed_and_replaced(cluster, checkpoint):
 @pytest.mark.timeout(300)
 def test_a_consumer_that_stalls_loses_no_actor(cluster, checkpoint, monkeypatch):
     """Every look finds images, and sends pings that nobody reads before the next stall."""
-    monkeypatch.setattr(sana_core.cluster.pool, "ACTOR_TIMEOUT", 2.0)
-    monkeypatch.setattr(sana_core.cluster.pool, "HEALTH_CHECK_INTERVAL", 0.0)
+    monkeypatch.setattr(sana_core.cluster.fleet, "ACTOR_TIMEOUT", 2.0)
+    monkeypatch.setattr(sana_core.cluster.fleet, "HEALTH_CHECK_INTERVAL", 0.0)
     for _ in range(2):
         add_node(cluster)
     report, arrived = WorkerReport(), []
@@ -218,18 +214,14 @@ def test_an_image_with_nan_fails_alone(cluster, checkpoint, decoded):
     add_node(cluster)
     encoder = load_encoder(checkpoint, torch.device("cpu"), SETTINGS.dtype)
     texts, negative = encode_texts(encoder, ["a cat", *PROMPTS], "")
-    prompts = list(texts.values())
-    prompts[1] = prompts[1][0] * float("nan"), prompts[1][1]
-    workload = Workload(prompts, batch_images(3, 2, 5), 3)
-    job = make_job(prepare(Workload(PROMPTS, []), checkpoint, SETTINGS))._replace(
-        encoder=None, negative=negative, latents=True
-    )
+    encoded = dict(enumerate(texts.values()))
+    encoded[1] = encoded[1][0] * float("nan"), encoded[1][1]
+    workload = Workload(range(3), batch_images(3, 2, 5), 3, encoded=(encoded, negative))
+    job = make_job(prepare(Workload(PROMPTS, []), checkpoint, SETTINGS))._replace(encoder=None, latents=True)
     if not decoded:
         job = job._replace(autoencoder=None)
-    report, results = WorkerReport(), {}
-    run = ClusterSettings(cluster.address)
-    for image, result in run_alone(run, lambda run: generate_with(run, job, workload, report), no_poll, no_status):
-        results[image.number] = result
+    report = WorkerReport()
+    results = generate_job(cluster, job, workload, report)
     failed = {number for number, result in results.items() if isinstance(result, FailedImage)}
     assert failed == {2, 3} and "samples: " in results[2].reason
     assert all((results[number][1] is not None) == decoded for number in (0, 1, 4, 5))

@@ -1,18 +1,19 @@
 """What an actor does on a pretended GPU that fails. The actor runs in this process, without Ray's scheduling."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from pretend_card import NAN, pretend_cards
 from ray.cloudpickle import dumps, loads
 
-from sana_core import inspect_checkpoint
-from sana_core.batch.batch_size import weight_bytes
-from sana_core.batch.pipeline import SamplingSettings, load_models, resolve_settings
+from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import batch_images
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.actor import Actor
-from sana_core.cluster.worker import Job
+from sana_core.engine.body import Job, describe_failure
+from sana_core.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,16 +22,34 @@ CHUNK = [tuple(image) for image in batch_images(1, 3, 5)]
 PROMPTS = ["a red circle"] * 3
 
 
-def call(actor, method, *arguments):
-    """Return the result, the kind of the failure, and the message."""
-    return loads(actor.call(method, dumps(arguments)))[:3]
+def call(actor, name, *arguments):
+    """Return the events of a call."""
+    return loads(actor.call(name, 1, 1, dumps(arguments)))
+
+
+def kinds(events):
+    return [event[0] for event in events]
 
 
 @pytest.fixture
-def job(checkpoint):
+def start(checkpoint):
+    """A function that returns a new actor with loaded models, and the embeddings of the prompts."""
     path = str(checkpoint)
-    settings = resolve_settings(SETTINGS, path)
-    return Job(settings, {path: fingerprint(path)}, path, path, path).pack()
+    job = Job(resolve_settings(SETTINGS, path), path, path, path, {path: fingerprint(path)}, fixed_chunk=True)
+
+    def build():
+        actor = Actor()
+        actor.open(1)
+        assert kinds(call(actor, "begin", job.pack())) == ["done"]
+        encoded = [event for event in call(actor, "encode", (None, PROMPTS[0])) if event[0] == "text"]
+        assert kinds(call(actor, "load")) == ["done"]
+        return actor, {prompt: text for _, prompt, text in encoded}
+
+    return build
+
+
+def images_of(events):
+    return [event[2] for event in events if event[0] == "image"]
 
 
 @pytest.mark.parametrize(
@@ -44,59 +63,83 @@ def job(checkpoint):
         ("driver", "driver"),
     ],
 )
-def test_a_failure_of_the_gpu_is_reported_by_its_kind(job, failure, kind):
+def test_a_failure_of_the_gpu_is_reported_by_its_kind(start, failure, kind):
     with pretend_cards() as cards:
-        actor = Actor()
-        assert call(actor, "prepare", job, 1, [])[1] == ""
+        actor, texts = start()
         cards.fail("cuda", failure, at=200)
-        result, reported, reason = call(actor, "generate", CHUNK, PROMPTS)
-        assert result is None and reported == kind and "\n" not in reason
+        events = call(actor, "generate", CHUNK, PROMPTS, texts, {})
+        ((task, reported, reason, _),) = [values for name, *values in events if name == "failed"]
+        assert (task, reported) == (1, kind) and "\n" not in reason
         if kind == "memory":
-            (_, images), reported, _ = call(actor, "generate", CHUNK, PROMPTS)
-            assert reported == "" and len(images) == 3
+            again = call(actor, "generate", CHUNK, PROMPTS, texts, {})
+            assert kinds(again) == ["image"] * 3 + ["done"]
 
 
-def test_a_chunk_with_nan_is_a_value(job):
+def test_a_chunk_with_nan_is_a_value(start):
     with pretend_cards() as cards:
-        actor = Actor()
-        call(actor, "prepare", job, 1, [])
-        good = call(actor, "generate", CHUNK, PROMPTS)[0][1]
-        # The prompts are encoded, so the call is one of the transformer's.
+        actor, texts = start()
+        good = images_of(call(actor, "generate", CHUNK, PROMPTS, texts, {}))
+        # The call is one of the transformer's.
         cards.fail("cuda", NAN, at=200)
-        (_, images), kind, _ = call(actor, "generate", CHUNK, PROMPTS)
-        assert kind == "" and all("NaN" in image["failed"] for image in images)
-        again = call(actor, "generate", CHUNK, PROMPTS)[0][1]
+        broken = images_of(call(actor, "generate", CHUNK, PROMPTS, texts, {}))
+        assert len(broken) == 3 and all("NaN" in image["failed"] for image in broken)
+        again = images_of(call(actor, "generate", CHUNK, PROMPTS, texts, {}))
     assert all(np.array_equal(one, other) for one, other in zip(good, again, strict=True))
 
 
-def test_a_gpu_whose_text_encoder_returns_nan_is_not_ready(job):
-    """Its images would all fail, and faster than another GPU can generate them."""
-    with pretend_cards() as cards:
-        actor = Actor()
-        call(actor, "prepare", job, 1, [])
-        # The model is loaded, so the call is one of the text encoder's.
-        cards.fail("cuda", NAN, at=50)
-        _, kind, reason = call(actor, "prepare", job, 1, [])
-        assert kind == "error" and "the text encoder returned NaN" in reason
-        assert call(actor, "prepare", job, 1, [])[1] == ""
+def test_a_cancelled_run_ends_its_tasks_and_no_later_ones(start):
+    with pretend_cards():
+        actor, texts = start()
+        actor.cancel(1)
+        assert call(actor, "generate", CHUNK, PROMPTS, texts, {}) == []
+        events = loads(actor.call("generate", 2, 1, dumps((CHUNK, PROMPTS, texts, {}))))
+        assert kinds(events) == ["image"] * 3 + ["done"]
 
 
-def test_a_gpu_without_memory_for_the_text_encoder_generates(job, checkpoint):
-    """The text encoder is then on the CPU."""
-    with pretend_cards() as cards:
-        models = load_models(
-            inspect_checkpoint(checkpoint),
-            torch.device("cuda:0"),
-            resolve_settings(SETTINGS, checkpoint),
-            inspect_checkpoint(checkpoint),
-        )
-        needed = cards.peak[models.transformer.device]
-    encoder = weight_bytes(inspect_checkpoint(checkpoint), torch.float32, ["text_encoder"])
-    with pretend_cards(total=needed + encoder // 2) as cards:
+def test_an_actor_answers_what_it_does_in_the_meantime(start, monkeypatch):
+    """The driver asks in another thread, while the actor loads."""
+    with pretend_cards():
+        actor, _ = start()
+        answers = []
+        monkeypatch.setattr("sana_core.engine.body.load_models", lambda *arguments: answers.append(actor.answer()))
+        call(actor, "release")
+        call(actor, "load")
+    assert answers == [(1, 1, "loading")]
+
+
+def test_an_actor_uses_its_share_of_the_cores(start):
+    before = torch.get_num_threads()
+    try:
         actor = Actor()
-        assert call(actor, "prepare", job, 1, [])[1] == ""
-        assert {parameter.device.type for parameter in actor.worker.encoder.model.parameters()} == {"cpu"}
-        # Sampling needs more than the weights.
-        cards.limit("cuda", 10 * needed)
-        (_, images), kind, reason = call(actor, "generate", CHUNK[:1], PROMPTS[:1])
-    assert kind == "" and len(images) == 1, reason
+        actor.open(3)
+        call(actor, "begin", {})
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_actor_without_a_library_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sana_core.engine.body", None)
+    ((name, task, kind, reason, _),) = call(Actor(), "begin", {})
+    assert (name, task, kind) == ("failed", 1, "refused") and reason.startswith("ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory"),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), "memory"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors"), "driver"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`"), "driver"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "driver"),
+        (OSError("libjpeg.so.62: cannot open shared object file"), "error"),
+        (ModuleNotFoundError("No module named 'safetensors'"), "refused"),
+        (CheckpointError("sana: not what the driver has"), "refused"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied\nand more"), "error"),
+    ],
+)
+def test_an_actor_reports_the_kind_of_its_failure_on_one_line(error, expected):
+    kind, reason, _ = describe_failure(error)
+    assert kind == expected and "\n" not in reason and str(error).splitlines()[0] in reason

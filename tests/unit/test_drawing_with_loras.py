@@ -12,9 +12,10 @@ from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, prepare, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.batch import generate_on_cluster
-from sana_core.cluster.worker import Job, Worker
 from sana_core.commands.options import lora_of
+from sana_core.engine.body import Body, Job
 from sana_core.errors import CheckpointError, MissingFileError
+from sana_core.runtime.cancellation import no_poll
 
 PROMPT = "a red circle on a blue background"
 SIZE = {"width": 128, "height": 96, "steps": 2, "seed": 3}
@@ -42,15 +43,17 @@ def test_a_worker_draws_with_it_and_refuses_another_file_of_that_name(checkpoint
     path, file = str(checkpoint), shutil.copy(lora, tmp_path / "it.safetensors")
     settings = resolve_settings(SamplingSettings(128, 96, steps=2, loras=((str(file), 0.6),)), path)
     weights = {item: fingerprint(item) for item in (path, str(file))}
-    words = Job(settings, weights, path, path, path).pack()
-    worker = Worker(words)
-    worker.load(1, {})
-    worker.begin(words)
+    job, posted = Job(settings, path, path, path, weights).pack(), []
+    worker = Body("cpu", lambda *event: posted.append(event), no_poll)
+    worker.begin(job)
+    worker.encode([None, PROMPT])
+    worker.generate([(0, 0, 3)], [PROMPT], {event[1]: event[2] for event in posted if event[0] == "text"}, {})
+    (content,) = [event[2]() for event in posted if event[0] == "image"]
     drawn = sana_core.generate([PROMPT], checkpoint, loras=[(lora, 0.6)], **SIZE)
-    assert torch.equal(torch.from_numpy(worker.generate([(0, 0, 3)], [PROMPT])[0]), drawn[0])
+    assert torch.equal(torch.from_numpy(content), drawn[0])
     save_adapter(checkpoint, file, seed=8)
     with pytest.raises(CheckpointError, match=r"it.safetensors: not what the driver has \(lora_weights\)"):
-        Worker(words).load(1, {})
+        Body("cpu", print, no_poll).begin(job)
 
 
 def test_a_batch_goes_on_with_the_same_strength_alone(checkpoint, lora, tmp_path, monkeypatch, capsys):

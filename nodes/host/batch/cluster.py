@@ -23,7 +23,7 @@ from ....sana_core.checkpoints.fingerprint import fingerprint
 from ....sana_core.cluster.actors import Work
 from ....sana_core.cluster.connection import ClusterSettings
 from ....sana_core.cluster.session import Session
-from ....sana_core.cluster.worker import Job
+from ....sana_core.engine.body import Job
 from ....sana_core.errors import InputError
 from ..compat.internals import loaded_from, path_of
 from ..compat.patches import WEIGHTS

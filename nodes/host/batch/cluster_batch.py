@@ -19,7 +19,7 @@ from ....sana_core.batch.plan import Embedding, FailedImage, Workload
 from ....sana_core.batch.progress import Progress, WorkerReport
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.cluster.batch import generate_with
-from ....sana_core.cluster.worker import Job
+from ....sana_core.engine.body import Job, Packed, pack
 from ....sana_core.errors import InputError
 from ....sana_core.model.forward import longest_prompt
 from ....sana_core.model.known_models import MAX_TOKENS, SPRINT
@@ -54,7 +54,7 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torc
     the error of a machine if none is left.
     """
     cluster = require_cluster()
-    job, prompts = node_job(batch)
+    job, workload = node_job(batch)
     session = session_on(cluster)
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     images = batch.images
@@ -65,7 +65,6 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torc
     # Number of the image: the reason.
     failures: dict[int, str] = {}
     report = WorkerReport()
-    workload = Workload(prompts, images, batch.chunk or None)
     status = status_under_running_node()
     generation = run_for(batch.model, session, job, lambda run: generate_with(run, job, workload, report), status)
     with closing(generation) as generated:
@@ -98,8 +97,8 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[list[tuple[torch.Tensor, torc
     return [results[number] for number in sorted(results)], machines
 
 
-def node_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
-    """Return the job for the machines, and the encoded prompts. Raises InputError for unsupported inputs."""
+def node_job(batch: BatchInputs) -> tuple[Job, Workload]:
+    """Return the job for the machines, and the images with their prompts. Raises InputError for unsupported inputs."""
     check_model(batch.model)
     path, resolution, reference = plain_file(batch.model)
     transformer = batch.model.model.diffusion_model
@@ -129,15 +128,17 @@ def node_job(batch: BatchInputs) -> tuple[Job, list[Embedding]]:
     weights = fingerprints(checkpoints)
     job = Job(
         resolve_settings(settings, checkpoints[path]),
-        weights,
         *paths,
-        negative=negatives[0],
+        weights=weights,
+        revision=str(batch.model.patches_uuid),
+        changed=True,
         resolution=resolution,
         latents=True,
         init=init_image(batch),
         prompts=len(prompts),
     )
-    return job, prompts
+    encoded = dict(enumerate(prompts)), negatives[0]
+    return job, Workload(range(len(prompts)), batch.images, batch.chunk or None, encoded=encoded)
 
 
 def check_model(model: ModelPatcher) -> None:
@@ -146,8 +147,8 @@ def check_model(model: ModelPatcher) -> None:
         raise InputError(f"model: got a patch that a cluster cannot apply ({names}); {REMEDY}")
 
 
-def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return the latents in the model's scale that sampling starts from, and their mask or None.
+def init_image(batch: BatchInputs) -> tuple[Packed, Packed | None] | None:
+    """Return the packed latents in the model's scale that sampling starts from, and their mask or None.
 
     Returns None for an empty latent. Raises InputError for a mask on an empty latent.
     """
@@ -158,7 +159,7 @@ def init_image(batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor | None] |
         return None
     if mask is not None:
         mask = comfy.utils.reshape_mask(mask, latents.shape).float().cpu()
-    return batch.model.model.process_latent_in(latents), mask
+    return pack(batch.model.model.process_latent_in(latents)), None if mask is None else pack(mask)
 
 
 def plain_prompts(field: str, conditioning: list, transformer: SanaDiffusionModel) -> list[Embedding]:

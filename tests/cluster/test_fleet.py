@@ -1,4 +1,4 @@
-"""The pool of a batch on a cluster in virtual time: stalls of the driver, broken GPUs, GPUs that are too small."""
+"""The fleet of a batch on a cluster in virtual time: stalls of the driver, broken GPUs, GPUs that are too small."""
 
 import math
 import random
@@ -6,13 +6,12 @@ import re
 from collections import Counter
 
 import pytest
-import torch
 from fake_ray import A, B, C, D, FakeRay, generate, works
 
-from sana_core.cluster.actor import describe_failure
+from sana_core.batch.plan import FailedImage
 from sana_core.cluster.actors import ActorCache
 from sana_core.cluster.timeouts import ACTOR_TIMEOUT
-from sana_core.errors import CheckpointError, ClusterError
+from sana_core.errors import ClusterError
 
 FOUR = {A: 2, B: 2}
 
@@ -76,9 +75,9 @@ def test_a_long_load_that_answers_no_ping_costs_no_actor_when_it_ends(monkeypatc
     good = works()
 
     def behaviour(handle, method, arguments):
-        if method == "prepare":
+        if method == "load":
             handle.on_answer = None
-            handle.answer.remote = lambda: handle.reference(max(handle.free, cluster.now) + 4)
+            handle.answer.remote = lambda: handle.reference(max(handle.free, cluster.now) + 4, (0, 0, "alive"))
             return 200.0, ("", 32)
         return good(handle, method, arguments)
 
@@ -88,14 +87,9 @@ def test_a_long_load_that_answers_no_ping_costs_no_actor_when_it_ends(monkeypatc
 
 
 def test_a_slow_network_is_no_hang(monkeypatch):
-    """A chunk takes a second, and its images take longer than a chunk may at least."""
-    good = works()
-
-    def behaviour(handle, method, arguments):
-        seconds, end = good(handle, method, arguments)
-        return (seconds + 70 if method == "generate" else seconds), end
-
-    cluster = FakeRay(FOUR, behaviour).install(monkeypatch)
+    """A chunk takes a second, and its images arrive later than a worker may be silent."""
+    cluster = FakeRay(FOUR, works()).install(monkeypatch)
+    cluster.transit = 70.0
     finish(cluster, 40)
     assert len(cluster.loaded) == 4
 
@@ -150,7 +144,7 @@ def test_an_actor_that_hangs_since_the_last_run_is_replaced(monkeypatch):
 
     cluster = FakeRay({A: 1, B: 1}, behaviour).install(monkeypatch)
     finish(cluster, 40, cache=cache)
-    assert len(cache.actors) == 2 and any(handle.free == math.inf for handle in cluster.loaded)
+    assert len(cache.workers) == 2 and any(handle.free == math.inf for handle in cluster.loaded)
     cluster.remove(B)
     finish(cluster, 10, cache=cache)
 
@@ -168,19 +162,25 @@ def test_a_machine_that_leaves_while_another_joins_costs_no_image(monkeypatch, m
     finish(cluster, 40)
 
 
+def test_actors_share_the_cores_and_may_load_longer_than_the_wait_for_a_gpu(monkeypatch):
+    cluster = FakeRay({A: 2}, works(loading=50)).install(monkeypatch)
+    finish(cluster, 10, wait=20)
+    assert cluster.threads == [4, 4]
+
+
 # Broken GPUs
 
 
 @pytest.mark.parametrize("kind", ["driver", "error"])
-@pytest.mark.parametrize("method", ["prepare", "generate"])
+@pytest.mark.parametrize("method", ["load", "generate"])
 def test_a_broken_gpu_does_not_cost_the_other_gpus_of_its_machine(monkeypatch, kind, method):
     broken = (A, "0")
     cluster = FakeRay({A: 4}, failing([broken], (kind, "it broke"), method)).install(monkeypatch)
     results = finish(cluster, 400)
     assert set(Counter(place for _, place in results.values())) == {(A, gpu) for gpu in "123"}
-    # Its actors are replaced some times, and not for as long as the batch lasts.
+    # Its actors are replaced some times at most, and not for as long as the batch lasts.
     tries = [handle for handle in cluster.loaded if handle.place == broken]
-    assert 2 <= len(tries) <= 7
+    assert len(tries) == (1 if kind == "error" else 5)
 
 
 def test_a_driver_error_costs_only_its_actor(monkeypatch):
@@ -212,7 +212,7 @@ def test_an_unknown_error_of_one_gpu_costs_no_machine(monkeypatch):
     assert len(failed) == 1 and (B, "0") in {place for _, place in results.values()}
 
 
-def test_an_error_of_the_work_ends_the_run_after_two_machines(monkeypatch):
+def test_an_image_that_fails_on_two_machines_fails_alone(monkeypatch):
     good = works()
 
     def behaviour(handle, method, arguments):
@@ -220,21 +220,21 @@ def test_an_error_of_the_work_ends_the_run_after_two_machines(monkeypatch):
         return (1.0, ("error", "shape mismatch")) if broken else good(handle, method, arguments)
 
     cluster = FakeRay({A: 1, B: 1}, behaviour).install(monkeypatch)
-    expected = r"host \(\w{6}, actor \d\): image 7 \(prompt 1, seed 7\): shape mismatch; it has failed on host \(\w{6}"
-    with pytest.raises(ClusterError, match=expected):
-        finish(cluster, 20)
+    results = finish(cluster, 20)
+    assert [number for number, result in results.items() if isinstance(result, FailedImage)] == [7]
+    assert "shape mismatch" in results[7].reason and len(cluster.loaded) == 2
 
 
 def test_an_error_of_the_work_ends_the_run_of_a_single_gpu(monkeypatch):
     cluster = FakeRay({A: 1}, failing([(A, "0")], ("error", "shape mismatch"))).install(monkeypatch)
-    with pytest.raises(ClusterError, match=r"^host \(aaaaaa, actor 2\): shape mismatch$"):
+    with pytest.raises(ClusterError, match=r"^host \(aaaaaa, actor 1\): shape mismatch$"):
         finish(cluster, 20)
 
 
-@pytest.mark.parametrize("method", ["prepare", "generate"])
+@pytest.mark.parametrize("method", ["load", "generate"])
 def test_a_machine_without_a_file_is_left_out_at_once(monkeypatch, caplog, method):
     places = [(B, "0"), (B, "1")]
-    cluster = FakeRay(FOUR, failing(places, ("machine", "sana: no such file"), method)).install(monkeypatch)
+    cluster = FakeRay(FOUR, failing(places, ("refused", "sana: no such file"), method)).install(monkeypatch)
     results = finish(cluster, 60)
     assert {place[0] for _, place in results.values()} == {A}
     assert re.search(r"host \(bbbbbb, actor \d\) cannot work: sana: no such file", caplog.text)
@@ -260,10 +260,10 @@ def test_gpus_too_small_for_one_image_end_the_run(monkeypatch, machines, images)
 
 def test_gpus_too_small_for_the_model_end_the_run(monkeypatch):
     places = [(machine, gpu) for machine in FOUR for gpu in "01"]
-    cluster = FakeRay(FOUR, failing(places, ("memory", "CUDA out of memory"), "prepare")).install(monkeypatch)
+    cluster = FakeRay(FOUR, failing(places, ("memory", "CUDA out of memory"), "load")).install(monkeypatch)
     with pytest.raises(ClusterError, match=r"memory runs out while the model loads \(CUDA out of memory\); choose"):
         finish(cluster, 8)
-    assert len(cluster.loaded) == 8
+    assert len(cluster.loaded) == 4
 
 
 def test_a_replacement_that_cannot_load_ends_the_run(monkeypatch):
@@ -272,12 +272,12 @@ def test_a_replacement_that_cannot_load_ends_the_run(monkeypatch):
 
     def behaviour(handle, method, arguments):
         calls[method] += 1
-        if method == "prepare" and calls["prepare"] > 1:
+        if method == "load" and calls["load"] > 1:
             return 1.0, ("memory", "CUDA out of memory")
         return (1.0, "dies") if calls["generate"] == 5 else good(handle, method, arguments)
 
     cluster = FakeRay({A: 1}, behaviour).install(monkeypatch)
-    with pytest.raises(ClusterError, match=r"^host \(aaaaaa, actor 3\): memory runs out while the model loads"):
+    with pytest.raises(ClusterError, match=r"^host \(aaaaaa, actor 2\): memory runs out while the model loads"):
         finish(cluster, 20)
 
 
@@ -325,27 +325,3 @@ def test_every_image_arrives_once_whatever_fails(monkeypatch, seed):
             cluster.machines[D] = 1
             cluster.place_actors()
     assert sorted(arrived) == list(range(60))
-
-
-# What an actor reports
-
-
-@pytest.mark.parametrize(
-    "error, expected",
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory"),
-        (RuntimeError("GET was unable to find an engine to execute this computation"), "memory"),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors"), "driver"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`"), "driver"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "driver"),
-        (OSError("libjpeg.so.62: cannot open shared object file"), "machine"),
-        (ModuleNotFoundError("No module named 'safetensors'"), "machine"),
-        (CheckpointError("sana: not what the driver has"), "machine"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied\nand more"), "error"),
-    ],
-)
-def test_an_actor_reports_the_kind_of_its_failure_on_one_line(error, expected):
-    kind, reason = describe_failure(error)
-    assert kind == expected and "\n" not in reason and str(error).splitlines()[0] in reason
