@@ -387,6 +387,10 @@ class Run:
             self.requeue([Task("generate", (image,), avoid=task.avoid) for image in task.images])
         elif self.others(seat, Task("", avoid=task.avoid | {seat.worker})):
             self.requeue([task], seat.worker)
+            # A broken device fails faster than the others generate, so it would get the most images.
+            seat.strikes += 1
+            if seat.strikes >= STRIKES:
+                self.leave_out(seat, error)
         elif not self.finished:
             self.error = error
         else:
