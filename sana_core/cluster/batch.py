@@ -120,6 +120,6 @@ def generate_with(
         # An actor that hangs in a step does not notice the end of the run.
         fleet.close(cancelled=True)
         if isinstance(error, ActorError):
-            raise ClusterError(str(error)) from None
+            raise ClusterError(f"{error.name}: {error}") from None
         raise
     fleet.close(cancelled=False)

@@ -32,7 +32,12 @@ REMEDY = "choose smaller images, dtype bfloat16, fewer processes on each GPU, or
 
 
 class ActorError(Exception):
-    """The work of an actor failed. The text has the name of the actor."""
+    """The work of an actor failed."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        # The actor and its machine.
+        self.name = name
 
 
 class ActorWorker:
@@ -223,7 +228,7 @@ class Fleet:
                 worker.heard = self.clock()
             silence = self.clock() - worker.heard
             # A process that imports or loads may hold Python's lock for long.
-            is_loading = any(name != "generate" for _, _, name in worker.calls.values())
+            is_loading = not worker.is_loaded or any(name != "generate" for _, _, name in worker.calls.values())
             if silence > (LOADING_TIMEOUT if is_loading else ACTOR_TIMEOUT):
                 self.lose(worker, f"it has not answered for {silence:.0f} s")
         # A lost actor moves the next check forward, but this check already looks for a replacement.
@@ -382,7 +387,7 @@ class Fleet:
                     )
                     text = f"memory runs out {work} ({brief(text)}); {REMEDY}"
                 if kind != "refused":
-                    values = [task, kind, text, ActorError(f"{worker.name}: {text}")]
+                    values = [task, kind, text, ActorError(worker.name, text)]
             elif name == "image":
                 self.losses.pop(worker.place, None)
             elif name == "done" and method == "load":

@@ -171,16 +171,31 @@ def test_actors_share_the_cores_and_may_load_longer_than_the_wait_for_a_gpu(monk
 # Broken GPUs
 
 
-@pytest.mark.parametrize("kind", ["driver", "error"])
-@pytest.mark.parametrize("method", ["load", "generate"])
-def test_a_broken_gpu_does_not_cost_the_other_gpus_of_its_machine(monkeypatch, kind, method):
+@pytest.mark.parametrize(
+    "method, kind, tries", [("load", "driver", 5), ("generate", "driver", 5), ("load", "error", 1)]
+)
+def test_a_broken_gpu_does_not_cost_the_other_gpus_of_its_machine(monkeypatch, method, kind, tries):
     broken = (A, "0")
     cluster = FakeRay({A: 4}, failing([broken], (kind, "it broke"), method)).install(monkeypatch)
     results = finish(cluster, 400)
     assert set(Counter(place for _, place in results.values())) == {(A, gpu) for gpu in "123"}
-    # Its actors are replaced some times at most, and not for as long as the batch lasts.
-    tries = [handle for handle in cluster.loaded if handle.place == broken]
-    assert len(tries) == (1 if kind == "error" else 5)
+    # Its actors are replaced some times, and not for as long as the batch lasts.
+    assert sum(handle.place == broken for handle in cluster.loaded) == tries
+
+
+def test_a_gpu_whose_work_always_fails_gets_few_chunks(monkeypatch):
+    """It fails faster than the others generate."""
+    broken, good, calls = (A, "0"), works(), []
+
+    def behaviour(handle, method, arguments):
+        if method == "generate" and handle.place == broken:
+            calls.append(arguments)
+            return 0.5, ("error", "it broke")
+        return good(handle, method, arguments)
+
+    cluster = FakeRay({A: 4}, behaviour).install(monkeypatch)
+    results = finish(cluster, 400)
+    assert {place for _, place in results.values()} == {(A, gpu) for gpu in "123"} and len(calls) <= 4
 
 
 def test_a_driver_error_costs_only_its_actor(monkeypatch):
