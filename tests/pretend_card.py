@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from trees import leaves, mapped
+from worker_threads import threads_for_processes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Functions whose arguments may be on several devices.
@@ -558,6 +559,8 @@ def pretend_cards(
 ) -> Iterator[Cards]:
     """Give this thread and the threads that it starts `count` GPUs, inside the `with` block.
 
+    A batch on several of them uses threads in place of processes, which would not have these GPUs.
+
     `total`: bytes of each GPU. `major`: compute capability; a GPU below 8 has no bf16. Both are one number for all
     GPUs, or a sequence with one number per GPU.
     """
@@ -581,6 +584,7 @@ def pretend_cards(
             functions = {name: function for name, function in functions.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **functions))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_cards))
+        stack.enter_context(threads_for_processes())
         # No thread may wait forever after the test.
         stack.callback(cards.release)
         before = torch.__future__.get_overwrite_module_params_on_conversion()

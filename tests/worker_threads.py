@@ -1,0 +1,39 @@
+"""Threads in place of the worker processes of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+
+# The module of this name has the class that lends processes. Inside ComfyUI it has the name of the pack before it.
+MODULE = "sana_core.engine.process"
+
+
+@contextlib.contextmanager
+def threads_for_processes() -> Iterator[None]:
+    """A context in which each of several devices works in a thread of this process, with the same loop and body.
+
+    Another process would have neither pretended GPUs nor functions that a test has replaced. A thread cannot be started
+    again: after an error of the driver it is left out, and if it hangs it gets nothing until it responds.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in sys.modules if name == MODULE or name.endswith(f".{MODULE}")]:
+            make_worker = import_module(name.removesuffix("process") + "thread").ThreadWorker
+            borrow = contextlib.contextmanager(lambda self, devices, make=make_worker: lend(make, devices))
+            stack.enter_context(mock.patch.object(sys.modules[name].Processes, "borrow", borrow))
+        yield
+
+
+def lend(make_worker: Any, devices: Sequence[torch.device]) -> Iterator[list[Any]]:
+    """Yield a new worker for each device, with the names of processes."""
+    names = []
+    for number, device in enumerate(devices):
+        repetition = list(devices[:number]).count(device)
+        names.append(f"{device}" if not repetition else f"{device} #{repetition + 1}")
+    yield [make_worker(name, device) for name, device in zip(names, devices, strict=True)]
