@@ -401,19 +401,21 @@ class Run:
         current, *further = seat.tasks or [Task("")]
         seat.tasks, seat.strikes = [], seat.strikes + 1
         self.requeue(further)
-        poisonous = []
-        for image in current.images:
-            self.losses[image.number] += image.number in self.missing
-            if self.losses[image.number] >= LOSSES:
-                poisonous.append(image)
-        current.images = tuple(image for image in current.images if image not in poisonous)
-        self.requeue([current], seat.worker)
+        lost_images = [image for image in current.images if image.number in self.missing]
+        self.losses.update(image.number for image in lost_images)
         reason = f"{seat.worker.name}: {reason}"
-        for image in poisonous:
+        if all(self.losses[image.number] == 1 for image in lost_images):
+            self.requeue([current], seat.worker)
+            lost_images = []
+        for image in lost_images:
             text = f"image {image.number} was lost with its worker {LOSSES} times, the last time because of {reason}"
-            if not self.finished:
+            if self.losses[image.number] < LOSSES:
+                # It may be the reason, so the other images come first, and each of these alone.
+                self.waiting.append(Task("generate", (image,), avoid=current.avoid | {seat.worker}))
+            elif self.finished:
+                yield from self.finish(None, seat.worker.name, image.number, {"failed": text})
+            else:
                 self.error = ClusterError(f"worker: {text}; see its log, or use a smaller chunk")
-            yield from self.finish(None, seat.worker.name, image.number, {"failed": text})
         if seat.strikes >= STRIKES or not seat.worker.can_restart:
             self.leave_out(seat, ClusterError(reason))
         else:

@@ -22,6 +22,7 @@ import faulthandler
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -120,6 +121,7 @@ def check_error(
     error: BaseException, taken: Sequence[tuple[str, str]], workers: Sequence[ProcessWorker], births: Sequence[int]
 ) -> None:
     """Raise AssertionError if a run ended with `error` although its workers had not failed often enough."""
+    assert re.search("StubError|SystemExit|an ordered failure|silent for|has ended with", str(error)), repr(error)
     refused = sum(kind in EXCEPTIONS and phase in ("begin", "load", "encode") for phase, kind in taken)
     # A worker starts again after each loss but the last one. Memory that runs out with one image counts as a loss too.
     memory = sum(kind == "memory" and phase in ("step", "decode") for phase, kind in taken)

@@ -63,7 +63,7 @@ def disturb(phase):
             ACTIONS[random.choice(faults["kinds"])]()
 
 
-def set_threads(count):
+def prepare_process(threads, post):
     pass
 
 
