@@ -7,7 +7,10 @@ values, rounding and speed are the CPU's. In other respects the GPUs are distinc
 - The bytes on each GPU are counted, and are limited to its memory.
 - Each GPU has its own memory size and compute capability.
 - The current device belongs to the thread. `device="cuda"` without an index means the current device.
-- `Cards.fail()` makes one call on one GPU fail as CUDA, cuBLAS and cuDNN fail.
+- `Cards.fail()` makes one call on one GPU fail as CUDA, cuBLAS and cuDNN fail. With `late`, the error is reported by a
+  later call on that GPU, in whichever thread.
+- `empty_cache()` waits for all GPUs, as cudaFree does. A GPU that hangs blocks it in every thread of its process.
+- The bytes of weights in RAM are counted in `Cards.weights_in_ram`, and their peak in `Cards.peak_in_ram`.
 - `computed_on()` returns the GPUs that computed a tensor, also after the tensor moved to the CPU.
 
 Triton cannot launch kernels on these tensors. `fake_accelerator` has tensors without numbers, for models of real sizes.
@@ -27,7 +30,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from trees import leaves, mapped
-from worker_threads import threads_for_processes
+from worker_threads import PROCESS, threads_for_processes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Functions whose arguments may be on several devices.
@@ -187,7 +190,17 @@ class Cards(TorchFunctionMode):
         self.failures: dict[tuple[torch.device, int], str] = {}
         # Devices with a sticky error.
         self.broken: set[torch.device] = set()
+        # How many calls later a failure is reported, by the key of `failures`.
+        self.delays: dict[tuple[torch.device, int], int] = {}
+        # Devices with a failed kernel that no call has reported yet, and the number of the call that will report it.
+        self.unreported: dict[torch.device, int] = {}
+        # Process and device of calls that hang, or hung until `release()`. Another process does not wait for them.
+        self.hung: set[tuple[str, torch.device]] = set()
         self.released = threading.Event()
+        # Bytes of all storages in RAM that are or were the data of a parameter, until their memory is freed.
+        self.weights_in_ram = self.peak_in_ram = 0
+        # `_cdata` of these storages.
+        self.storages_in_ram: set[int] = set()
         self.thread = threading.local()
         # A finalizer of a tensor takes it too, which may run while the thread holds it.
         self.lock = threading.RLock()
@@ -220,13 +233,21 @@ class Cards(TorchFunctionMode):
         if device is not None:
             self.thread.index = device.index
 
-    def fail(self, device: Any, kind: str, at: int = 1) -> None:
-        """Make call number `at` on `device`, counted from now, fail. `kind`: a key of ERRORS, HANG or NAN."""
+    def fail(self, device: Any, kind: str, at: int = 1, late: int = 0) -> None:
+        """Make call number `at` on `device`, counted from now, fail. `kind`: a key of ERRORS, HANG or NAN.
+
+        `late`, for "driver": CUDA runs kernels after the call that launches them. So call `at` succeeds, and all
+        results from it on are NaN. The error is raised `late` calls on this device later, or earlier by a call that
+        waits for the device, such as a copy to the CPU.
+        """
         if kind not in (*ERRORS, HANG, NAN):
             raise ValueError(f"kind: got {kind!r}, expected one of {', '.join([*ERRORS, HANG, NAN])}")
+        if late and kind != "driver":
+            raise ValueError(f"late: got {late} for {kind!r}, expected 0; only errors of kernels are reported later")
         card = self.device(device)
         with self.lock:
             self.failures[card, self.calls[card] + at] = kind
+            self.delays[card, self.calls[card] + at] = late
 
     def limit(self, device: Any, size: int | None = None) -> None:
         """Let allocations beyond `size` bytes on `device` raise OutOfMemoryError. None: its total."""
@@ -243,21 +264,38 @@ class Cards(TorchFunctionMode):
         if card in self.broken:
             raise_error("driver", card)
 
+    def wait(self, device: Any = None) -> None:
+        """Wait for all kernels on `device`. Raises its unreported error, and waits for `release()` if it hangs."""
+        card = self.current if device is None else self.device(device)
+        with self.lock:
+            if self.unreported.pop(card, None):
+                self.broken.add(card)
+        if (PROCESS.get(), card) in self.hung:
+            self.released.wait()
+        self.check(card)
+
     def count_call(self, card: torch.device) -> bool:
         """Count a call on `card`, and fail if `fail()` has been asked to. Returns whether the result becomes NaN."""
         with self.lock:
             self.calls[card] += 1
-            kind = self.failures.pop((card, self.calls[card]), "")
+            number = self.calls[card]
+            kind, late = self.failures.pop((card, number), ""), self.delays.pop((card, number), 0)
             if card != self.current:
                 self.elsewhere[threading.current_thread().name, card] += 1
-            if kind == "driver":
+            if kind == "driver" and late:
+                self.unreported.setdefault(card, number + late)
+            elif kind == "driver" or number >= self.unreported.get(card, number + 1):
+                self.unreported.pop(card, None)
                 self.broken.add(card)
+            becomes_nan = kind == NAN or card in self.unreported
+            if kind == HANG:
+                self.hung.add((PROCESS.get(), card))
         self.check(card)
-        if kind in ERRORS:
+        if kind in ERRORS and not becomes_nan:
             raise_error(kind, card)
         if kind == HANG:
             self.released.wait()
-        return kind == NAN
+        return becomes_nan
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -297,6 +335,10 @@ class Cards(TorchFunctionMode):
             launches = any(isinstance(leaf, torch.dtype) and leaf != args[0].dtype for leaf in leaves((args, kwargs)))
         becomes_nan = False
         if launches:
+            if target is None:
+                # A copy to the CPU waits for the GPU that it reads.
+                for card in sorted(cards, key=str):
+                    self.wait(card)
             touched = cards | ({target} if target is not None else set())
             becomes_nan = any([self.count_call(card) for card in sorted(touched, key=str)])
         same: dict[int, torch.Tensor] = {}
@@ -392,6 +434,8 @@ class Cards(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             setter(tensor, value.as_subclass(torch.Tensor))
         tensor.computed_on = computed_on(value)
+        if is_parameter and not isinstance(value, CardTensor):
+            self.count_in_ram(value)
         if isinstance(value, CardTensor):
             tensor.__class__ = CardTensor
             tensor._is_param = is_parameter
@@ -419,6 +463,25 @@ class Cards(TorchFunctionMode):
             placed.finalizer = weakref.finalize(placed, self.forget, key, size)
             if self.alive[card] > self.peak[card]:
                 self.peak[card] = self.alive[card]
+
+    def count_in_ram(self, weight: torch.Tensor) -> None:
+        """Note that `weight` is in RAM, until the memory that it shares with its views is freed."""
+        with torch._C.DisableTorchFunction():
+            if weight.device != CPU:
+                return
+            storage = weight.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+        with self.lock:
+            if key not in self.storages_in_ram:
+                self.storages_in_ram.add(key)
+                self.weights_in_ram += size
+                self.peak_in_ram = max(self.peak_in_ram, self.weights_in_ram)
+                weakref.finalize(storage, self.forget_in_ram, key, size)
+
+    def forget_in_ram(self, key: int, size: int) -> None:
+        with self.lock:
+            self.storages_in_ram.remove(key)
+            self.weights_in_ram -= size
 
     def free(self, card: torch.device) -> int:
         """Return the bytes that can still be allocated on `card`."""
@@ -478,9 +541,10 @@ def answers(cards: Cards, majors: Sequence[int]) -> dict[Any, dict[str, Any]]:
         return cards.free(card_of(device)), cards.totals[card_of(device)]
 
     def empty_cache() -> None:
-        # torch frees the unused blocks of all devices, and stops at the first one that fails.
-        for device in cards.devices:
-            cards.check(device)
+        # torch frees the unused blocks of all devices that its process uses, and stops at the first one that fails.
+        # cudaFree waits for the kernels of a device, and cudaMallocAsync's cache is emptied after a synchronize.
+        for device in [cards.current] if PROCESS.get() else cards.devices:
+            cards.wait(device)
 
     def properties(device: Any = None) -> SimpleNamespace:
         card = card_of(device)
@@ -508,7 +572,7 @@ def answers(cards: Cards, majors: Sequence[int]) -> dict[Any, dict[str, Any]]:
         "max_memory_allocated": peak,
         "reset_peak_memory_stats": restart,
         "empty_cache": empty_cache,
-        "synchronize": cards.check,
+        "synchronize": cards.wait,
         "is_available": lambda: True,
         "device_count": lambda: len(cards.devices),
     }
@@ -565,7 +629,13 @@ def pretend_cards(
     GPUs, or a sequence with one number per GPU.
     """
     cards = Cards(one_each(total, count))
-    run = threading.Thread.run
+    run, new_parameter = threading.Thread.run, torch.nn.Parameter.__new__
+
+    def parameter_in_ram(cls: type, data: Any = None, *arguments: Any, **options: Any) -> torch.nn.Parameter:
+        parameter = new_parameter(cls, data, *arguments, **options)
+        if not isinstance(parameter, CardTensor):
+            cards.count_in_ram(parameter)
+        return parameter
 
     def run_with_cards(thread: threading.Thread) -> None:
         with cards:
@@ -584,6 +654,7 @@ def pretend_cards(
             functions = {name: function for name, function in functions.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **functions))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_cards))
+        stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", parameter_in_ram))
         stack.enter_context(threads_for_processes())
         # No thread may wait forever after the test.
         stack.callback(cards.release)

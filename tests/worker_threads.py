@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ import torch
 
 # The module of this name has the class that lends processes. Inside ComfyUI it has the name of the pack before it.
 MODULE = "sana_core.engine.process"
+# In a thread in place of a process: the name of the worker. Other threads are of one process, the empty name.
+PROCESS: ContextVar[str] = ContextVar("PROCESS", default="")
 
 
 @contextlib.contextmanager
@@ -24,10 +27,21 @@ def threads_for_processes() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for name in [name for name in sys.modules if name == MODULE or name.endswith(f".{MODULE}")]:
-            make_worker = import_module(name.removesuffix("process") + "thread").ThreadWorker
+            make_worker = in_place_of_process(import_module(name.removesuffix("process") + "thread").ThreadWorker)
             borrow = contextlib.contextmanager(lambda self, devices, make=make_worker: lend(make, devices))
             stack.enter_context(mock.patch.object(sys.modules[name].Processes, "borrow", borrow))
         yield
+
+
+def in_place_of_process(thread_worker: Any) -> Any:
+    """Return a class of workers whose threads know that they are in place of a process."""
+
+    class Worker(thread_worker):
+        def work(self) -> None:
+            PROCESS.set(self.name)
+            super().work()
+
+    return Worker
 
 
 def lend(make_worker: Any, devices: Sequence[torch.device]) -> Iterator[list[Any]]:
