@@ -57,6 +57,9 @@ class Utils:
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 32, 0, 1024
 
+    def unload_module(self, module: int) -> None:
+        pass
+
 
 class Driver:
     """Triton's driver for an H100, with its launcher up to the call of C."""

@@ -1,4 +1,4 @@
-"""What worker processes of benchmarks/host_bound.py import as `sana_core`: the real package, with a fake Triton driver."""
+"""What workers of benchmarks/host_bound.py import as `sana_core`: the real package, with a fake Triton driver."""
 
 import os
 
