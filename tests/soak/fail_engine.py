@@ -127,8 +127,9 @@ def check_error(
     memory = sum(kind == "memory" and phase in ("step", "decode") for phase, kind in taken)
     losses = [worker.birth - birth + memory for worker, birth in zip(workers, births, strict=True)]
     lost = sum(count >= STRIKES - 1 for count in losses)
-    is_unknown = any(kind == "error" and phase in ("step", "decode") for phase, kind in taken)
-    assert refused + lost >= len(workers) or (is_unknown and refused + lost >= len(workers) - 1), (
+    # Each worker that is left may have failed with an image, before any image was finished.
+    unknown = sum(kind == "error" and phase in ("step", "decode") for phase, kind in taken)
+    assert refused + lost + unknown >= len(workers), (
         f"{type(error).__name__}: {error}, after only {lost} lost and {refused} refused of {len(workers)} workers"
     )
 
