@@ -97,6 +97,7 @@ NAMES = {
     "comfy.ops.manual_cast.Conv2d": "layers.py, clip.py",
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": "layers.py, vae.py",
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py",
+    "comfy.model_patcher.LowVramPatch": "compat/internals.py (is_half_unloaded)",
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
     "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
@@ -200,6 +201,7 @@ def test_a_load_calls_back_with_what_we_read(host):
     patcher = comfy.model_patcher.ModelPatcher(model, cpu, cpu)
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, "test", lambda *arguments: calls.append(arguments))
     patcher.load(cpu, lowvram_model_memory=1, full_load=False)
+    assert model.current_weight_patches_uuid == patcher.patches_uuid, "see is_half_unloaded in compat/internals.py"
     assert calls == [(patcher, cpu, 1, False, False)], "ComfyUI's ON_LOAD hands over other things; see layers.py"
     assert model.model_loaded_weight_memory == 0, "ComfyUI counts loaded bytes elsewhere; see layers.py"
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.patcher_extension import CallbacksMP
 
+from ..compat.internals import is_half_unloaded
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,11 +33,16 @@ REPLICAS = "sana_replicas"
 def clone_patcher(base: ModelPatcher, device: torch.device, used_modules: Sequence[torch.nn.Module]) -> ModelPatcher:
     """Return a clone of `base` on `device`, with its patches, but with weights that are not in `used_modules`.
 
-    An earlier run's replica is used again. Otherwise the weights are read from the file, in dtypes for `device`.
+    An earlier run's replica is used again, unless an error has left it between loaded and unloaded. Otherwise the
+    weights are read from the file, in dtypes for `device`.
     """
     if not hasattr(base.model, REPLICAS):
         setattr(base.model, REPLICAS, [])
     replicas: list[ModelPatcher] = getattr(base.model, REPLICAS)
+    # Another thread may be loading the replica of another device, which looks half unloaded until it is loaded.
+    replicas[:] = [
+        replica for replica in replicas if replica.load_device != device or not is_half_unloaded(replica.model)
+    ]
     for replica in replicas:
         if replica.load_device == device and all(replica.model is not module for module in used_modules):
             return with_weights_of(base, replica)

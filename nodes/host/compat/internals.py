@@ -17,6 +17,7 @@ import comfy.sd
 import comfyui_version
 import folder_paths
 import torch
+from comfy.model_patcher import LowVramPatch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
 
@@ -110,6 +111,22 @@ def compile_again(clone: ModelPatcher) -> None:
     for wrapper in clone.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY, []):
         compiled = inspect.getclosurevars(wrapper).nonlocals["compiled_module_dict"]
         set_torch_compile_wrapper(clone, keys=list(compiled), **clone.model_options[TORCH_COMPILE_KWARGS])
+
+
+def is_half_unloaded(model: torch.nn.Module) -> bool:
+    """Return whether ComfyUI counts `model` as unloaded while some of its modules are in the state of loaded ones.
+
+    ComfyUI unloads a model whose load fails. A GPU with an error refuses to move the weights, and then modules keep the
+    mark that their LoRAs are merged. If the load was to be partial, modules keep functions that add LoRAs in each call.
+    The next load leaves such modules as they are, so images would lack the new LoRAs or have the old ones.
+    """
+    if model.current_weight_patches_uuid is not None:
+        return False
+    for module in model.modules():
+        functions = [*getattr(module, "weight_function", ()), *getattr(module, "bias_function", ())]
+        if getattr(module, "comfy_patched_weights", False) or any(isinstance(f, LowVramPatch) for f in functions):
+            return True
+    return False
 
 
 def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:
