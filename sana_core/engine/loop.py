@@ -232,17 +232,23 @@ class Run:
     def copy(self, seat: Seat) -> Task | None:
         """Return a copy of the chunk with the latest expected end, among those that `seat` could finish earlier."""
         slowest = max((other.pace for other in self.seats.values() if other.pace is not None), default=None)
-        running = [(other, task) for other in self.seats.values() for task in other.tasks if task.name == "generate"]
-        copies = Counter(image.number for _, task in running for image in task.images)
+        if slowest is None:
+            return None
+        running = [task for other in self.seats.values() for task in other.tasks if task.name == "generate"]
+        copies = Counter(image.number for task in running for image in task.images)
         latest, end = None, 0.0
-        for other, task in running:
-            images = tuple(image for image in task.images if image.number in self.missing)[: seat.limit]
-            if slowest is None or not images or any(copies[image.number] > 1 for image in images):
-                continue
-            # A chunk that is overdue by t seconds is expected to take another t seconds.
-            left = abs((other.pace or slowest) * len(task.images) - (self.clock() - task.given))
-            if left > max(end, (seat.pace or slowest) * len(images)) and seat.worker not in task.avoid:
-                latest, end = Task("generate", images, avoid=task.avoid), left
+        for other in self.seats.values():
+            # Seconds until the other worker has finished a task and all tasks before it.
+            left = 0.0
+            for task in other.tasks:
+                expected = (other.pace or slowest) * len(task.images)
+                # A chunk that is overdue by t seconds is expected to take another t seconds.
+                left = abs(expected - (self.clock() - task.given)) if task is other.tasks[0] else left + expected
+                images = tuple(image for image in task.images if image.number in self.missing)[: seat.limit]
+                if not images or any(copies[image.number] > 1 for image in images) or seat.worker in task.avoid:
+                    continue
+                if left > max(end, (seat.pace or slowest) * len(images)):
+                    latest, end = Task("generate", images, avoid=task.avoid), left
         return latest
 
     def give(self, seat: Seat, task: Task) -> None:
@@ -330,6 +336,9 @@ class Run:
     def take_back(self, seat: Seat, number: int) -> Task | None:
         task = next((task for task in seat.tasks if task.number == number), None)
         seat.tasks = [other for other in seat.tasks if other is not task]
+        if seat.tasks and task is not None:
+            # The next task begins.
+            seat.tasks[0].given = self.clock()
         return task
 
     def finish(self, seat: Seat | None, name: str, number: int, content: Any) -> Iterator[Generated]:

@@ -90,7 +90,7 @@ class Task:
     # Workers that failed with these images for an unknown reason, or were lost with them.
     avoid: frozenset[Any] = frozenset()
     number: int = field(default_factory=itertools.count(1).__next__)
-    # When a worker got it.
+    # When a worker got it, or had finished the tasks before it.
     given: float = 0.0
 
 
