@@ -119,7 +119,10 @@ class Body:
     def wait(self, seconds, phase):
         self.poll()
         disturb(phase)
-        time.sleep(seconds)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(min(seconds, 0.01))
+            self.poll()
 
     def generate(self, images, prompts, texts, inputs):
         if self.loaded is None:
