@@ -1,35 +1,49 @@
-"""How busy four GPUs are, in a simulation with the real loop, queue and plan of the text encoder."""
+"""How busy several GPUs are, and how fast, in a simulation with the real loop."""
+
+import logging
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulated_gpus import Costs, busy_share
-from sana_core.batch import encoding
+from benchmarks.simulated_gpus import H100, Costs, simulate
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def of_image(seconds):
+    """The costs of chunks of 8 images, each of which takes so many seconds of the GPU."""
+    return Costs(8 * seconds / 20)
 
 
 @pytest.mark.parametrize("seconds, images", [(0.1, 12_000), (0.3, 4000), (1.0, 2000), (5.0, 2000)])
-@pytest.mark.parametrize("count", [1, 4])
-def test_four_gpus_work_95_percent_of_the_time(seconds, images, count):
-    assert busy_share(4, Costs(seconds), images, count) >= 0.95
+@pytest.mark.parametrize("room", [True, False])
+def test_four_gpus_work_95_percent_of_the_time(seconds, images, room):
+    _, busy = simulate(4, of_image(seconds), images, room=room)
+    assert busy >= 0.95
 
 
-@pytest.mark.parametrize("count, expected", [(1, 0.9), (4, 0.95)])
-def test_gpus_without_room_for_the_encoder_beside_the_models_wait_little(count, expected):
-    """One image per prompt in 0.1 s needs more than one GPU that encodes, and the others wait for the encoder."""
-    assert busy_share(4, Costs(0.1), 12_000, count, room=False) >= expected
+def test_four_gpus_with_a_prompt_for_each_fast_image_wait_for_the_one_that_encodes():
+    _, busy = simulate(4, of_image(0.1), 12_000, count=1)
+    assert busy >= 0.85
 
 
-def test_two_writers_on_one_core_suffice_for_images_of_a_second():
-    assert busy_share(4, Costs(1.0), 2000, writers=2, cores=1) >= 0.95
+def test_a_second_chunk_in_the_inbox_keeps_a_gpu_busy_while_its_image_is_sent():
+    costs = Costs(0.005, load_models=0.0, load_encoder=0.0)
+    assert simulate(4, costs, 800, chunk=1)[1] >= 1.3 * simulate(4, costs, 800, chunk=1, depth=1)[1]
 
 
-def test_a_slow_disk_slows_the_batch_down_and_bounds_memory():
-    share = busy_share(4, Costs(0.1, png=0.4), 2000, writers=4)
-    # 4 writers finish 10 images per second, 4 GPUs would generate 40.
-    assert 0.2 <= share <= 0.35
-
-
-def test_encoding_ahead_and_writer_threads_are_what_keeps_them_busy(monkeypatch):
-    # As before: PNG files in the thread that hands out chunks, and one chunk per GPU.
-    assert busy_share(4, Costs(0.1, png=0.19), 4000, writers=0, depth=1) < 0.2
-    monkeypatch.setattr(encoding.EncodingPlan, "may_encode_ahead", lambda plan: False)
-    assert busy_share(4, Costs(0.1), 12_000, 1) < 0.85
+@pytest.mark.parametrize("name", ["0.6B, 512 px, 1 at once", "1.6B, 1024 px, 1 at once"])
+def test_processes_scale_where_threads_share_the_lock(name):
+    chunk, costs = H100[name]
+    costs = replace(costs, load_models=0.0, load_encoder=0.0)
+    one, _ = simulate(1, costs, 40, 40, chunk)
+    for gpus in (2, 4, 8):
+        threads, _ = simulate(gpus, costs, 40 * gpus, 40 * gpus, chunk, processes=False)
+        processes, _ = simulate(gpus, costs, 40 * gpus, 40 * gpus, chunk)
+        assert 0.5 <= threads / one <= 0.7
+        assert processes / one >= 0.95 * gpus
