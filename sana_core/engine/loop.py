@@ -178,9 +178,9 @@ class Run:
 
     def next_task(self, seat: Seat) -> Task | None:
         """Return the next block of prompts, the load of the models, the next chunk, or a copy of a late chunk."""
-        while self.waiting and not any(image.number in self.missing for image in self.waiting[0].images):
-            self.waiting.popleft()
-        suitable = (task for task in self.waiting if seat.worker not in task.avoid or not self.others(seat, task))
+        # Images may have arrived late, or from a copy, while their chunk waits.
+        unfinished = (task for task in self.waiting if any(image.number in self.missing for image in task.images))
+        suitable = (task for task in unfinished if seat.worker not in task.avoid or not self.others(seat, task))
         task = next(suitable, None)
         if self.should_encode(task):
             size = min(self.block, len(self.unencoded))

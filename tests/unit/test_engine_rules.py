@@ -1,0 +1,129 @@
+"""Rules of the loop of a batch, with workers that answer as a test says, and with threads."""
+
+import itertools
+
+import pytest
+
+from sana_core.batch.plan import batch_images, split_into_chunks
+from sana_core.engine import loop
+from sana_core.engine.loop import Run
+
+TEXTS = {"a": "text", None: "negative"}
+
+
+class Clock:
+    """The time of a run, which only the test changes."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class ScriptedWorker:
+    """A worker that answers `begin` and `load` at once. The test answers all other tasks with its methods."""
+
+    depth, machine = 1, None
+
+    def __init__(self, name, can_restart=True):
+        self.name, self.can_restart = name, can_restart
+        self.birth, self.restarts, self.cancelled, self.ended = 1, 0, 0, 0
+        # The tasks that it has not answered: name, number, arguments.
+        self.tasks = []
+        self.generated = []
+
+    def attach(self, events):
+        self.events = events
+
+    def post(self, name, *values):
+        self.events.put((self, self.birth, self.run, name, *values))
+
+    def send(self, name, run, task, *arguments):
+        self.run = run
+        if name == "begin":
+            self.post("begun")
+        if name in ("begin", "load"):
+            self.post("done", task, 0.1, False if name == "begin" else None)
+        else:
+            self.tasks.append((name, task, arguments))
+        if name == "generate":
+            self.generated.append([image[0] for image in arguments[0]])
+
+    def finish(self, only=None):
+        """Finish the images of the present task, and the task unless `only` some images are finished."""
+        _, task, arguments = self.tasks[0]
+        for image in arguments[0]:
+            if only is None or image[0] in only:
+                self.post("image", image[0], f"image {image[0]} of {self.name}")
+        if only is None:
+            self.tasks.pop(0)
+            self.post("done", task, 1.0, None)
+
+    def fail(self, kind="error", text="it failed"):
+        _, task, _ = self.tasks.pop(0)
+        self.post("failed", task, kind, text, "RuntimeError")
+
+    def lose(self):
+        self.tasks = []
+        self.events.put((self, self.birth, 0, "lost", "it was killed"))
+
+    def cancel(self, run):
+        self.cancelled = run
+
+    def restart(self):
+        self.birth += 1
+        self.restarts += 1
+
+    def end(self):
+        self.ended += 1
+
+    def leave(self):
+        pass
+
+
+def make_run(workers, count, chunk=1, texts=TEXTS, **options):
+    """A run of `count` images of one prompt in chunks of `chunk`."""
+    chunks = split_into_chunks(batch_images(1, count, 5), chunk)
+    return Run({}, chunks, workers, ["a"], dict(texts), **options)
+
+
+@pytest.fixture(autouse=True)
+def _short_looks(monkeypatch):
+    monkeypatch.setattr(loop, "LOOK", 0.001)
+
+
+def collect(run, script):
+    """Return the images by number. Each `yield` of the generator `script` lets the loop look at its workers once."""
+    left = itertools.chain(script, itertools.repeat(None, 200))
+
+    def poll():
+        assert next(left, pytest) is not pytest, "the run does not end"
+
+    images = {}
+    for image, content in run.images(poll):
+        assert image.number not in images
+        images[image.number] = content
+    return images
+
+
+def test_a_waiting_chunk_whose_images_arrive_late_is_not_generated():
+    """It would be a task without images, which no worker can do."""
+    first, second, third = workers = [ScriptedWorker(name) for name in ("first", "second", "third")]
+
+    def script():
+        while not all(worker.tasks for worker in workers):
+            yield
+        # The image of a killed process arrives after the loss, when its chunk already waits for another worker.
+        second.events.put((second, second.birth, 0, "lost", "it was killed"))
+        second.finish(only=[1])
+        second.tasks = []
+        first.fail()
+        while True:
+            yield
+            for worker in workers:
+                if worker.tasks:
+                    worker.finish()
+
+    assert set(collect(make_run(workers, 3), script())) == {0, 1, 2}
+    assert [image for worker in workers for image in worker.generated] == [[0], [1], [2], [0]]
