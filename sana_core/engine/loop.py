@@ -144,8 +144,10 @@ class Run:
             events.append(self.events.get(timeout=LOOK))
             while True:
                 events.append(self.events.get_nowait())
+        # The time that the consumer takes for the first image is not a silence of the workers of later events.
+        now = self.clock()
         for event in events:
-            yield from self.handle(*event)
+            yield from self.handle(now, *event)
 
     def join(self) -> None:
         """Let new workers begin, and requeue the tasks of those that have left a cluster."""
@@ -282,9 +284,9 @@ class Run:
                 workers = task.avoid if avoid is None else task.avoid | {avoid}
                 self.waiting.appendleft(Task("generate", task.images, avoid=workers))
 
-    def handle(self, worker: Any, birth: int, run: int, name: str, *values: Any) -> Iterator[Generated]:
+    def handle(self, now: float, worker: Any, birth: int, run: int, name: str, *values: Any) -> Iterator[Generated]:
         """Handle an event. Yields finished images, also of a worker that was lost since, and of copies."""
-        seat, now = self.seats.get(worker), self.clock()
+        seat = self.seats.get(worker)
         if name == "log":
             logger.log(values[0], "%s: %s", worker.name, values[1])
         elif name == "image" and run == self.number:

@@ -11,16 +11,6 @@ from sana_core.engine.loop import Run
 TEXTS = {"a": "text", None: "negative"}
 
 
-class Clock:
-    """The time of a run, which only the test changes."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 class ScriptedWorker:
     """A worker that answers `begin` and `load` at once. The test answers all other tasks with its methods."""
 
@@ -82,6 +72,15 @@ class ScriptedWorker:
         pass
 
 
+class Clock:
+    """The time of a run, which only the test changes."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
 def make_run(workers, count, chunk=1, texts=TEXTS, **options):
     """A run of `count` images of one prompt in chunks of `chunk`."""
     chunks = split_into_chunks(batch_images(1, count, 5), chunk)
@@ -93,7 +92,7 @@ def _short_looks(monkeypatch):
     monkeypatch.setattr(loop, "LOOK", 0.001)
 
 
-def collect(run, script):
+def collect(run, script, on_image=lambda number: None):
     """Return the images by number. Each `yield` of the generator `script` lets the loop look at its workers once."""
     left = itertools.chain(script, itertools.repeat(None, 200))
 
@@ -104,6 +103,7 @@ def collect(run, script):
     for image, content in run.images(poll):
         assert image.number not in images
         images[image.number] = content
+        on_image(image.number)
     return images
 
 
@@ -127,3 +127,36 @@ def test_a_waiting_chunk_whose_images_arrive_late_is_not_generated():
 
     assert set(collect(make_run(workers, 3), script())) == {0, 1, 2}
     assert [image for worker in workers for image in worker.generated] == [[0], [1], [2], [0]]
+
+
+def test_a_pause_of_the_consumer_is_no_silence_of_a_worker():
+    """Else a worker that hangs after a long pause would be waited for ten times as long as the pause."""
+    clock, first, second = Clock(), ScriptedWorker("first"), ScriptedWorker("second")
+
+    def script():
+        while not (first.tasks and second.tasks):
+            yield
+        # Both have finished a chunk before the pause, so that their silence counts.
+        first.finish()
+        second.finish()
+        while not (first.tasks and second.tasks):
+            yield
+        first.finish()
+        second.finish(only=[3])
+        for _ in range(70):
+            yield
+            clock.now += 1
+            first.post("alive")
+        assert second.restarts == 1
+        second.tasks.pop(0)
+        while True:
+            yield
+            for worker in (first, second):
+                if worker.tasks:
+                    worker.finish()
+
+    def pause(number):
+        if number == 2:
+            clock.now += 300
+
+    assert set(collect(make_run([first, second], 6, clock=clock), script(), pause)) == set(range(6))
