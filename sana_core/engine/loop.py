@@ -302,7 +302,7 @@ class Run:
             return
         if seat.experienced:
             seat.silence = max(seat.silence, now - seat.heard)
-        seat.heard, seat.is_loading = now, name == "loading" or (seat.is_loading and name == "alive")
+        seat.heard, seat.is_loading = now, name == "loading" or (seat.is_loading and name in ("alive", "log"))
         if name == "begun":
             seat.is_loading = True
         elif name == "text":

@@ -1,6 +1,7 @@
 """Rules of the loop of a batch, with workers that answer as a test says, and with threads."""
 
 import itertools
+import logging
 
 import pytest
 
@@ -160,3 +161,21 @@ def test_a_pause_of_the_consumer_is_no_silence_of_a_worker():
             clock.now += 300
 
     assert set(collect(make_run([first, second], 6, clock=clock), script(), pause)) == set(range(6))
+
+
+def test_a_worker_that_warns_while_it_loads_may_still_load():
+    clock, worker = Clock(), ScriptedWorker("worker")
+
+    def script():
+        while not worker.tasks:
+            yield
+        worker.post("loading")
+        worker.post("log", logging.WARNING, "a file has no metadata")
+        yield
+        for _ in range(400):
+            clock.now += 2
+            yield
+        worker.finish()
+
+    assert set(collect(make_run([worker], 1, clock=clock), script())) == {0}
+    assert not worker.restarts
