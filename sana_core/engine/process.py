@@ -147,10 +147,11 @@ class Processes:
             for number, device in enumerate(devices):
                 repetition = devices[:number].count(device)
                 name = f"{device}" if not repetition else f"{device} #{repetition + 1}"
-                worker = next((worker for worker in self.idle if worker.name == name), None)
+                # The processes of a CPU share its cores.
+                threads = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else 0
+                suitable = (idle for idle in self.idle if (idle.name, idle.threads) == (name, threads))
+                worker = next(suitable, None)
                 if worker is None:
-                    # The processes of a CPU share its cores.
-                    threads = max(1, torch.get_num_threads() // devices.count(device)) if device.type == "cpu" else 0
                     worker = ProcessWorker(name, device, threads)
                     self.workers.append(worker)
                 else:
