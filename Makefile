@@ -121,6 +121,7 @@ bench: setup
 	$(VENV) -m benchmarks.kernels
 	$(VENV) -m benchmarks.quantised
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.batch
+	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.host_bound
 
 # takes a Python that has torch, and installs nothing into it
 gpu:
