@@ -31,7 +31,7 @@ TREE, REACHED, TIMES = STATE / "tree", STATE / "coverage", STATE / "times.xml"
 TOOL = CACHE / "mutants" / "bin" / "cosmic-ray"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 FIGURES = ROOT / "benchmarks" / "mutants.json"
-MODULES = ("sampling/*.py", "model/forward.py", "model/text.py", "checkpoints/*.py", "decode/*.py", "batch/queue.py")
+MODULES = ("sampling/*.py", "model/forward.py", "model/text.py", "checkpoints/*.py", "decode/*.py", "engine/loop.py")
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "-p", "no:cacheprovider")
 SECONDS = 30.0
 # The kinds of changes. Kinds that every test detects are left out, such as `+` to `<<`.

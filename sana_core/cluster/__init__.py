@@ -3,9 +3,9 @@
 connection  to the cluster's head: as a driver, or through Ray Client, whose driver is a process of the head
 session     a connection and its actors, which a server keeps between runs
 actor       a process on a GPU, or on a part of one, that keeps its loaded models
-worker      the work of such a process: load models, and generate chunks of images
-pool        the actors of a run: requests them from Ray, replaces dead ones, leaves out machines that cannot generate
-batch       chunks of images, which free actors receive
+actors      what stays between runs: actors, and weights that were sent
+fleet       the actors of a run: requests them from Ray, replaces lost ones, leaves out machines that cannot generate
+batch       a batch on a fleet, under the loop of sana_core/engine
 
 Ray finds and reserves free GPUs, sends the code, and collects metrics. It does not restart actors. The driver replaces
 them, because it has the list of each actor's chunks.
