@@ -16,7 +16,7 @@ from os import _exit
 from queue import Empty, SimpleQueue
 from typing import Any
 
-# Seconds without work after which the models leave the device, and after which the process ends.
+# Seconds without a run after which the models leave the device, and after which the process ends.
 IDLE, LONG_IDLE = 60.0, 600.0
 # Seconds that the last events may take to reach the parent.
 FLUSH = 5.0
@@ -46,6 +46,8 @@ class Child:
         self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
         # The run of the present task. Runs up to `cancelled` are cancelled.
         self.run = self.cancelled = 0
+        # Whether the parent may send further tasks of the last run.
+        self.is_in_run = False
         threading.Thread(target=self.listen, daemon=True).start()
         self.speaker = threading.Thread(target=self.speak, daemon=True)
         self.speaker.start()
@@ -56,7 +58,10 @@ class Child:
                 message = self.connection.recv()
                 if message[0] == "cancel":
                     self.cancelled = message[1]
+                elif message[0] == "leave":
+                    self.is_in_run = False
                 else:
+                    self.is_in_run = True
                     self.tasks.put(message)
         except (EOFError, OSError):
             # The parent has ended.
@@ -101,6 +106,9 @@ class Child:
             try:
                 name, self.run, task, *arguments = self.tasks.get(timeout=IDLE)
             except Empty:
+                if self.is_in_run and self.run > self.cancelled:
+                    # The next chunk needs the models, and weights that the parent sends once in a run.
+                    continue
                 body.release()
                 idle += IDLE
                 if idle >= LONG_IDLE:

@@ -24,8 +24,6 @@ logger = get_logger(__name__)
 PACKAGE = Path(__file__).parents[1]
 # Seconds that a killed process may take to end.
 END_TIMEOUT = 5.0
-# The exit code of a process that has ended because it had nothing to do for long.
-IDLE_EXIT = 0
 
 
 class ProcessWorker:
@@ -125,7 +123,8 @@ class ProcessWorker:
             self.process.join(END_TIMEOUT)
 
     def leave(self) -> None:
-        """Nothing: it may end its task while the next run begins."""
+        """Let it release its models if no other run begins soon. It may end its task while the next run begins."""
+        self.send("leave")
 
 
 class Processes:

@@ -77,7 +77,7 @@ class Worker(Protocol):
         """Kill it, and start it again."""
 
     def leave(self) -> None:
-        """Wait until it has ended its task, if it is a thread of this process. Called after `cancel`."""
+        """The run has ended. Waits until the worker has ended its task, if it is a thread of this process."""
 
 
 @dataclass(eq=False)

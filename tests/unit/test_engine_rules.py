@@ -2,11 +2,14 @@
 
 import itertools
 import logging
+import time
+from pathlib import Path
 
 import pytest
+from stub_runs import CPU, Work, stub_workers
 
 from sana_core.batch.plan import batch_images, split_into_chunks
-from sana_core.engine import loop
+from sana_core.engine import loop, process
 from sana_core.engine.loop import Run
 
 TEXTS = {"a": "text", None: "negative"}
@@ -179,3 +182,25 @@ def test_a_worker_that_warns_while_it_loads_may_still_load():
 
     assert set(collect(make_run([worker], 1, clock=clock), script())) == {0}
     assert not worker.restarts
+
+
+def test_a_process_keeps_its_models_while_the_consumer_pauses(tmp_path, monkeypatch):
+    """They may have weights that are sent once in a run."""
+    source = Path(process.__file__).with_name("child.py").read_text()
+    assert source.count("IDLE, LONG_IDLE = 60.0, 600.0") == 1
+    short = source.replace("IDLE, LONG_IDLE = 60.0, 600.0", "IDLE, LONG_IDLE = 0.3, 2.1")
+    (tmp_path / "child.py").write_text(short)
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
+    work = Work({}, count=3, chunk=1, weights={"weight": b"changed"})
+    with stub_workers() as stub, stub.processes.borrow([CPU, CPU]) as workers:
+        results = []
+        for result in work.run(workers).images():
+            results.append(result)
+            if len(results) == 2:
+                time.sleep(1.5)
+        work.check(results)
+        assert [worker.birth for worker in workers] == [1, 1]
+        # After the run they end.
+        for worker in workers:
+            worker.process.join(10)
+            assert worker.process.exitcode == 0
