@@ -287,7 +287,8 @@ class Body:
                 (pixels,) = decode_each(models.autoencoder, latent[None], self.stay_alive)
             elif not latent.isfinite().all():
                 pixels = FailedImage(NOT_FINITE)
-            self.post("image", image.number, partial(self.content, image, prompt, latent, pixels))
+            # Another thread may encode the image. It must not use the device, where a later chunk may fail meanwhile.
+            self.post("image", image.number, partial(self.content, image, prompt, latent.cpu(), pixels))
 
     def image_inputs(self, chunk: tuple[ImageSpec, ...], inputs: Mapping[str, Any]) -> ImageInputs:
         """Return the inputs of a chunk in addition to its prompts."""
@@ -315,7 +316,7 @@ class Body:
             return {"failed": pixels.reason}
         array = None if pixels is None else pixels.numpy()
         if job.latents:
-            return latent.cpu().numpy(), array
+            return latent.numpy(), array
         if job.described is None:
             return array
         assert pixels is not None

@@ -44,8 +44,8 @@ class Child:
         self.connection = connection
         self.tasks: SimpleQueue[tuple] = SimpleQueue()
         self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
-        # The run of the present task. Runs up to `cancelled` are cancelled.
-        self.run = self.cancelled = 0
+        # The present task and its run. Runs up to `cancelled` are cancelled.
+        self.task = self.run = self.cancelled = 0
         # Whether the parent may send further tasks of the last run.
         self.is_in_run = False
         threading.Thread(target=self.listen, daemon=True).start()
@@ -70,22 +70,21 @@ class Child:
     def speak(self) -> None:
         """Send events from a thread: to encode an image as PNG takes as long as to generate it, to send it 0.3 s."""
         while (event := self.outbox.get()) is not None:
-            if event[1] == "image":
-                event = (*event[:3], self.finish(event[3]))
+            run, task, name, *values = event
             try:
-                self.connection.send(event)
-            except OSError:
+                if name == "image" and callable(values[1]):
+                    # A function that encodes the image.
+                    values[1] = values[1]()
+            except Exception as error:
+                name, values = "failed", [task, *self.describe_failure(error)]
+            try:
+                self.connection.send((run, name, *values))
+            except Exception:
+                # The parent has ended, or the memory for a copy of the event is missing.
                 _exit(1)
 
-    def finish(self, content: Any) -> Any:
-        """Return the content of an image, which may be a function that encodes it."""
-        try:
-            return content() if callable(content) else content
-        except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
-
     def post(self, *event: Any) -> None:
-        self.outbox.put((self.run, *event))
+        self.outbox.put((self.run, self.task, *event))
 
     def poll(self) -> None:
         if self.run <= self.cancelled:
@@ -99,12 +98,13 @@ class Child:
     def work(self, device: str, folder: str, threads: int) -> None:
         import_package(folder)
         module = import_module("sana_core.engine.body")
+        self.describe_failure = module.describe_failure
         module.prepare_process(threads, self.post)
         body = module.Body(device, self.post, self.poll)
         idle = 0.0
         while True:
             try:
-                name, self.run, task, *arguments = self.tasks.get(timeout=IDLE)
+                name, self.run, self.task, *arguments = self.tasks.get(timeout=IDLE)
             except Empty:
                 if self.is_in_run and self.run > self.cancelled:
                     # The next chunk needs the models, and weights that the parent sends once in a run.
@@ -120,8 +120,8 @@ class Child:
                 if name == "begin":
                     self.post("begun")
                 result = getattr(body, name)(*arguments)
-                if task:
-                    self.post("done", task, time.monotonic() - started, result)
+                if self.task:
+                    self.post("done", self.task, time.monotonic() - started, result)
             except Cancelled:
                 pass
             except Exception as error:
@@ -129,7 +129,7 @@ class Child:
             # Embeddings and weights must not stay in memory until the next task.
             arguments = []
             if failed is not None:
-                self.post("failed", task, *module.describe_failure(failed))
+                self.post("failed", self.task, *self.describe_failure(failed))
                 module.release_memory_of(failed, body.device)
 
 

@@ -204,3 +204,12 @@ def test_a_process_keeps_its_models_while_the_consumer_pauses(tmp_path, monkeypa
         for worker in workers:
             worker.process.join(10)
             assert worker.process.exitcode == 0
+
+
+@pytest.mark.parametrize("kind", ["driver", "memory", "error"])
+def test_an_image_that_cannot_be_sent_is_generated_again(kind):
+    work = Work({}, count=4)
+    with stub_workers() as stub, stub.processes.borrow([CPU, CPU]) as workers:
+        order = stub.order("send", kind)
+        failed = work.check(list(work.run(workers).images()))
+        assert not order.exists() and not failed
