@@ -150,7 +150,8 @@ class Body:
         self.loaded: object = None
         # Name: packed weight, until the transformer is loaded.
         self.changed: dict[str, Packed] = {}
-        self.negative: Embedding | None = None
+        # The packed embedding of the negative prompt.
+        self.negative: Sequence[Packed] | None = None
         # Where prompts are encoded: the device, until its memory is too small.
         self.encoder_device = self.device
 
@@ -266,16 +267,18 @@ class Body:
         inputs: Mapping[str, Any],
     ) -> None:
         """Post the images of a chunk, each as soon as it is decoded. `texts` has None if the negative prompt is new."""
+        # First, because this task may fail, and the next one comes without the negative prompt.
+        self.negative = texts.get(None, self.negative)
         if self.models is None:
             self.load()
         job, models = self.job, self.models
-        assert models is not None
+        assert models is not None and self.negative is not None
         chunk = tuple(ImageSpec(*image) for image in images)
         # Images of a prompt share one row of the batch, which `sample` sees by identity.
-        encoded = {prompt: (unpack(text[0]), unpack(text[1])) for prompt, text in texts.items()}
-        self.negative = encoded.get(None, self.negative)
-        assert self.negative is not None
-        conditioning = Conditioning([encoded[prompt] for prompt in prompts], self.negative)
+        encoded = {
+            prompt: (unpack(text[0]), unpack(text[1])) for prompt, text in {**texts, None: self.negative}.items()
+        }
+        conditioning = Conditioning([encoded[prompt] for prompt in prompts], encoded[None])
         # A step of a CPU may take minutes. torch.compile cannot be polled.
         is_slow = self.device.type == "cpu" and not job.settings.compiled
         with Polled(self.stay_alive) if is_slow else nullcontext():

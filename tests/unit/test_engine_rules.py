@@ -6,11 +6,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from stub_runs import CPU, Work, stub_workers
 
-from sana_core.batch.plan import batch_images, split_into_chunks
-from sana_core.engine import loop, process
+from sana_core.batch.pipeline import SamplingSettings, prepare
+from sana_core.batch.plan import Workload, batch_images, split_into_chunks
+from sana_core.engine import body, loop, process
+from sana_core.engine.body import Body, pack
+from sana_core.engine.local import make_job
 from sana_core.engine.loop import Run
+from sana_core.engine.thread import ThreadWorker
 
 TEXTS = {"a": "text", None: "negative"}
 
@@ -213,3 +218,33 @@ def test_an_image_that_cannot_be_sent_is_generated_again(kind):
         order = stub.order("send", kind)
         failed = work.check(list(work.run(workers).images()))
         assert not order.exists() and not failed
+
+
+def test_a_worker_keeps_the_negative_prompt_of_a_chunk_that_failed(checkpoint, monkeypatch):
+    """The text encoder may have displaced the models, and memory may run out when they are loaded again."""
+    request = prepare(Workload(["a"], batch_images(1, 4, 5)), checkpoint, SamplingSettings(64, 64, 1), ["cpu"])
+    failures = []
+
+    def load_models(*arguments):
+        if len(failures) < 2:
+            failures.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    class SmallBody(Body):
+        # The models are displaced between `load` and the first chunk.
+        is_displaced = False
+
+        def load(self):
+            if self.is_displaced:
+                return super().load()
+            self.is_displaced = True
+
+    real = body.load_models
+    monkeypatch.setattr(body, "load_models", load_models)
+    embeds = [pack(torch.ones(1, 3, 64)), pack(torch.ones(1, 3, dtype=torch.bool))]
+    worker = ThreadWorker("cpu", CPU, SmallBody)
+    job = make_job(request, None).pack()
+    run = Run(job, split_into_chunks(request.workload.images, 2), [worker], ["a"], {"a": embeds, None: embeds})
+    assert {image.number for image, _ in run.images()} == {0, 1, 2, 3}
+    assert len(failures) == 2
