@@ -101,7 +101,9 @@ def make_job(request: Request, described: Json | None) -> Job:
         path,
         path,
         path,
-        revision=repr([files_of(checkpoint), *(files_of(inspect_checkpoint(file)) for file, _ in settings.loras)]),
+        revision=repr(
+            [revision_of(checkpoint), *(revision_of(inspect_checkpoint(file)) for file, _ in settings.loras)]
+        ),
         described=described,
         init=None if init is None else (pack(init.latents), None if init.mask is None else pack(init.mask)),
         steps=workload.inputs.callback is not None,
@@ -111,11 +113,15 @@ def make_job(request: Request, described: Json | None) -> Job:
     )
 
 
-def files_of(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Return the files of a checkpoint with their sizes and times, which change with their content."""
+def revision_of(checkpoint: Checkpoint) -> list[Any]:
+    """Return what changes with the content of a checkpoint: the sizes and times of its weights, and its settings.
+
+    Tokenizers are read again for each block of prompts.
+    """
     components: Iterable[Checkpoint] = checkpoint.components
     files = {header.file for part in components for header in part.headers.values()}
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    settings = [(part.config, part.scheduler_config, part.reference, part.resolution) for part in components]
+    return [settings, *((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files))]
 
 
 def restore(content: Any) -> Any:

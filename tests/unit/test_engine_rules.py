@@ -1,6 +1,7 @@
 """Rules of the loop of a batch, with workers that answer as a test says, and with threads."""
 
 import itertools
+import json
 import logging
 import time
 from pathlib import Path
@@ -248,3 +249,20 @@ def test_a_worker_keeps_the_negative_prompt_of_a_chunk_that_failed(checkpoint, m
     run = Run(job, split_into_chunks(request.workload.images, 2), [worker], ["a"], {"a": embeds, None: embeds})
     assert {image.number for image, _ in run.images()} == {0, 1, 2, 3}
     assert len(failures) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [("scheduler/scheduler_config.json", "flow_shift", 1.5), ("transformer/config.json", "norm_eps", 1e-5)],
+)
+def test_the_models_of_a_warm_process_are_loaded_again_when_a_configuration_changes(copy, file, field, value):
+    """The shift of the schedule, for example, is part of the loaded models."""
+
+    def models():
+        request = prepare(Workload(["a"], batch_images(1, 1, 5)), copy, SamplingSettings(64, 64, 1), ["cpu", "cpu"])
+        return make_job(request, None).models
+
+    before = models()
+    assert models() == before
+    (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | {field: value}))
+    assert models() != before
