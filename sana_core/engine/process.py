@@ -49,37 +49,39 @@ class ProcessWorker:
 
     def start(self) -> None:
         self.birth += 1
-        context = get_context("spawn")
-        connection, other_end = context.Pipe()
-        values = {
-            "connection": other_end,
-            "device": str(self.device),
-            "folder": str(PACKAGE),
-            "threads": self.threads,
-        }
-        # A function of the standard library, because no process could import a class or function of this package by
-        # its name inside ComfyUI.
-        self.process = context.Process(
-            target=runpy.run_path,
-            args=(str(Path(__file__).with_name("child.py")), values, "sana_worker"),
-            name=f"sana {self.name}",
-            daemon=True,
-        )
+        # It is set last. A Ctrl+C may end this function in any line, and the next run starts another process then.
+        self.process = None
         self.outbox.put(None)
         self.outbox = SimpleQueue()
+        context = get_context("spawn")
         try:
-            with hidden_main(), without_interrupts():
-                self.process.start()
+            connection, other_end = context.Pipe()
+            values = {
+                "connection": other_end,
+                "device": str(self.device),
+                "folder": str(PACKAGE),
+                "threads": self.threads,
+            }
+            # A function of the standard library, because no process could import a class or function of this package
+            # by its name inside ComfyUI.
+            process = context.Process(
+                target=runpy.run_path,
+                args=(str(Path(__file__).with_name("child.py")), values, "sana_worker"),
+                name=f"sana {self.name}",
+                daemon=True,
+            )
+            with other_end, hidden_main(), without_interrupts():
+                process.start()
+            for work, *arguments in (
+                (self.listen, connection, process, self.birth),
+                (self.speak, connection, self.outbox),
+            ):
+                threading.Thread(target=work, args=arguments, name=f"sana {self.name}", daemon=True).start()
         except Exception as error:
-            # For example, too many processes, or this process is itself a daemon of multiprocessing.
-            self.process = None
+            # For example, too many processes or open files, or this process is itself a daemon of multiprocessing.
             self.events.put((self, self.birth, 0, "lost", f"its process cannot start ({brief(error)})"))
             return
-        finally:
-            other_end.close()
-        for work in (self.listen, self.speak):
-            arguments = (connection, self.process, self.birth) if work == self.listen else (connection, self.outbox)
-            threading.Thread(target=work, args=arguments, name=f"sana {self.name}", daemon=True).start()
+        self.process = process
 
     def listen(self, connection: Any, process: Any, birth: int) -> None:
         """Pass on the events of a process until it ends."""

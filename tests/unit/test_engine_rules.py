@@ -3,6 +3,8 @@
 import itertools
 import json
 import logging
+import multiprocessing
+import threading
 import time
 from pathlib import Path
 
@@ -266,3 +268,41 @@ def test_the_models_of_a_warm_process_are_loaded_again_when_a_configuration_chan
     assert models() == before
     (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | {field: value}))
     assert models() != before
+
+
+def test_a_run_after_a_ctrl_c_in_the_start_of_a_process_needs_no_patience(monkeypatch):
+    """The traceback keeps the pipe of the interrupted start open, so its process lives."""
+    real_start = threading.Thread.start
+
+    def start(thread):
+        if thread.name.startswith("sana"):
+            monkeypatch.setattr(threading.Thread, "start", real_start)
+            raise KeyboardInterrupt
+        real_start(thread)
+
+    work = Work({})
+    with stub_workers() as stub, stub.processes.borrow([CPU, CPU]) as workers:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            list(work.run(workers).images())
+        started = time.monotonic()
+        work.check(list(work.run(workers).images()))
+        # Both workers answer.
+        work.check(list(work.run(workers[:1]).images()))
+        assert time.monotonic() - started < 60
+        assert interrupt.tb is not None
+
+
+def test_a_process_that_finds_no_open_file_left_is_a_lost_worker(monkeypatch):
+    work = Work({})
+    with stub_workers() as stub, stub.processes.borrow([CPU, CPU]) as workers:
+        pipe = multiprocessing.get_context("spawn").Pipe
+        left = iter([OSError(24, "Too many open files")])
+
+        def scarce_pipe(context, *arguments):
+            for error in left:
+                raise error
+            return pipe(*arguments)
+
+        monkeypatch.setattr(multiprocessing.context.BaseContext, "Pipe", scarce_pipe)
+        work.check(list(work.run(workers).images()))
