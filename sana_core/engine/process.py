@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from ..runtime.text import brief, get_logger
 
 logger = get_logger(__name__)
 PACKAGE = Path(__file__).parents[1]
-# Seconds that a killed process may take to end.
+# Seconds that killed processes may take to end.
 END_TIMEOUT = 5.0
 
 
@@ -115,14 +116,16 @@ class ProcessWorker:
         self.send("cancel", run)
 
     def restart(self) -> None:
-        self.end()
+        self.kill()
         self.start()
 
-    def end(self) -> None:
-        """Kill the process. A stopped one could not end in another way."""
+    def kill(self) -> None:
+        """Kill the process, without waiting: the driver may take seconds to free its memory, or never do so.
+
+        A stopped process could not end in another way.
+        """
         if self.process is not None:
             self.process.kill()
-            self.process.join(END_TIMEOUT)
 
     def leave(self) -> None:
         """Let it release its models if no other run begins soon. It may end its task while the next run begins."""
@@ -165,9 +168,13 @@ class Processes:
                 self.idle += borrowed
 
     def end(self) -> None:
-        """Kill all processes."""
+        """Kill all processes, and wait until they have ended."""
         for worker in self.workers:
-            worker.end()
+            worker.kill()
+        end = time.monotonic() + END_TIMEOUT
+        for worker in self.workers:
+            if worker.process is not None:
+                worker.process.join(max(0.0, end - time.monotonic()))
 
 
 @cache

@@ -306,3 +306,30 @@ def test_a_process_that_finds_no_open_file_left_is_a_lost_worker(monkeypatch):
 
         monkeypatch.setattr(multiprocessing.context.BaseContext, "Pipe", scarce_pipe)
         work.check(list(work.run(workers).images()))
+
+
+class StuckProcess:
+    """A killed process that a hung driver keeps from ending."""
+
+    def kill(self):
+        pass
+
+    def join(self, timeout):
+        time.sleep(timeout)
+
+
+def test_processes_that_cannot_end_hold_up_neither_the_loop_nor_the_exit(monkeypatch):
+    monkeypatch.setattr(process, "END_TIMEOUT", 1.0)
+    with stub_workers() as stub, stub.processes.borrow([CPU] * 4) as workers:
+        for worker in workers:
+            worker.process = StuckProcess()
+        started = time.monotonic()
+        workers[0].restart()
+        assert time.monotonic() - started < 0.9
+        workers[0].process.kill()
+        workers[0].process = StuckProcess()
+        started = time.monotonic()
+        stub.processes.end()
+        assert time.monotonic() - started < 1.9
+        for worker in workers:
+            worker.process = None
