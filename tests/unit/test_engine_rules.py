@@ -333,3 +333,25 @@ def test_processes_that_cannot_end_hold_up_neither_the_loop_nor_the_exit(monkeyp
         assert time.monotonic() - started < 1.9
         for worker in workers:
             worker.process = None
+
+
+def test_a_worker_that_hangs_again_and_again_does_not_hang_in_the_next_run():
+    clock, first, second = Clock(), ScriptedWorker("first"), ScriptedWorker("second")
+
+    def script():
+        while not (first.tasks and second.tasks):
+            yield
+        for _ in range(500):
+            if first.restarts < 3:
+                clock.now += 4
+                second.post("alive")
+                yield
+        first.tasks = []
+        while True:
+            yield
+            if second.tasks:
+                second.finish()
+
+    assert set(collect(make_run([first, second], 8, clock=clock), script())) == set(range(8))
+    # Each time it was killed.
+    assert (first.restarts, second.restarts) == (3, 0)
