@@ -297,9 +297,10 @@ class Body:
         """Return the inputs of a chunk in addition to its prompts."""
         latents = None
         if "latents" in inputs:
-            # `sample` looks them up by the number of the image.
+            # `sample` looks them up by the number of the image. Memory of other images is reserved, but never used: at
+            # 4096 px they may have 2 MB each.
             rows = unpack(inputs["latents"])
-            latents = torch.zeros(max(image.number for image in chunk) + 1, *rows.shape[1:], dtype=rows.dtype)
+            latents = torch.empty(max(image.number for image in chunk) + 1, *rows.shape[1:], dtype=rows.dtype)
             latents[[image.number for image in chunk]] = rows
         init = None
         if self.job.init is not None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from stub_runs import CPU, Work, stub_workers
 
 from sana_core.batch.pipeline import SamplingSettings, prepare
-from sana_core.batch.plan import Workload, batch_images, split_into_chunks
+from sana_core.batch.plan import ImageSpec, Workload, batch_images, split_into_chunks
 from sana_core.engine import body, loop, process
 from sana_core.engine.body import Body, pack
 from sana_core.engine.local import make_job
@@ -355,3 +356,21 @@ def test_a_worker_that_hangs_again_and_again_does_not_hang_in_the_next_run():
     assert set(collect(make_run([first, second], 8, clock=clock), script())) == set(range(8))
     # Each time it was killed.
     assert (first.restarts, second.restarts) == (3, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux shows it")
+def test_the_latents_of_a_chunk_take_no_memory_for_all_images_of_the_batch(checkpoint):
+    """Each of several processes would otherwise have the latents of the whole batch, for each chunk."""
+
+    def used():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    request = prepare(Workload(["a"], batch_images(1, 1, 5)), checkpoint, SamplingSettings(64, 64, 1), ["cpu"])
+    worker = Body("cpu", lambda *event: None, lambda: None)
+    worker.begin(make_job(request, None).pack())
+    last = ImageSpec(2**21, 0, 5)
+    rows = torch.randn(1, 32, 2, 2)
+    before = used()
+    latents = worker.image_inputs((last,), {"latents": pack(rows)}).latents
+    assert latents[last.number].equal(rows[0])
+    assert used() - before < 2**28, "a gigabyte for other images"
