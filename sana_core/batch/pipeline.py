@@ -248,9 +248,10 @@ def load_models(
     settings: ResolvedSettings,
     autoencoder: Checkpoint | None = None,
     resolution: int | None = None,
+    decoder_dtype: str | None = None,
 ) -> Models:
     """Load the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and fp8 of `settings`, and the
-    VAE of the checkpoint `autoencoder`, if any.
+    VAE of the checkpoint `autoencoder`, if any, with `decoder_dtype` or else the dtype of `settings`.
 
     `resolution` in pixels overrides the resolution in the checkpoint.
     """
@@ -259,7 +260,7 @@ def load_models(
     join_projections(transformer)
     if settings.fp8:
         quantise_products(transformer)
-    decoder = None if autoencoder is None else load_decoder(autoencoder, device, settings.dtype)
+    decoder = None if autoencoder is None else load_decoder(autoencoder, device, decoder_dtype or settings.dtype)
     return Models(transformer, decoder, shift_of(checkpoint, resolution, settings.reference))
 
 
@@ -336,6 +337,8 @@ def sample(
 
     def before_step(state: StepState) -> None:
         poll()
+        if images.preview is not None:
+            images.preview(Step(state["i"], state["sigma"], state["denoised"], tuple(numbers)))
         show(state["i"], state["x"])
 
     latents = sampler.sample(model, start, sigmas, callback=before_step, **sampler.options(reference, noise))

@@ -136,6 +136,8 @@ class ImageInputs(NamedTuple):
     latents: torch.Tensor | None = None
     # Called after every step.
     callback: Callable[[Step], object] | None = None
+    # Called in every step. The latents are the model's x0, and sigma is the noise level before the step.
+    preview: Callable[[Step], object] | None = None
 
 
 NO_IMAGES = ImageInputs()

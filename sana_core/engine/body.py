@@ -46,6 +46,8 @@ from .switches import set_switches
 CPU = torch.device("cpu")
 # Seconds between two signs of life of a worker that loads or encodes.
 ALIVE = 5.0
+# Seconds between two previews.
+PREVIEW = 0.2
 NOT_FINITE = "samples: got NaN or infinity; sample again in bf16 or fp32"
 # Receives events: a name and plain values.
 Post = Callable[..., None]
@@ -99,8 +101,11 @@ class Job(NamedTuple):
     revision: str = ""
     # Whether weights of the transformer differ from the file. Then they are sent before it is loaded.
     changed: bool = False
-    # The resolution of the model. None: from the checkpoint.
+    # The resolution of the model, and the shift of the schedule. None: from the checkpoint.
     resolution: int | None = None
+    shift: float | None = None
+    # The dtype of the autoencoder. None: from the settings' dtype.
+    decoder_dtype: str | None = None
     # The settings to store in each image. Images are then returned as PNG files.
     described: Json | None = None
     # A folder that all machines have, and the name of the run that holds its lock. PNG files are then written there,
@@ -112,6 +117,8 @@ class Job(NamedTuple):
     init: tuple[Packed, Packed | None] | None = None
     # Whether the latents of each step are returned.
     steps: bool = False
+    # Whether the model's x0 of one image is returned a few times a second, for a preview.
+    previews: bool = False
     # Number of different prompts of the images.
     prompts: int = LARGEST_CHUNK
     # Whether the user has chosen how many images are generated at once.
@@ -128,7 +135,7 @@ class Job(NamedTuple):
         """What the loaded models depend on."""
         settings = self.settings
         files = self.transformer, self.autoencoder, repr(self.weights), self.revision, settings.loras
-        return *files, self.resolution, settings.dtype, settings.reference, settings.fp8
+        return *files, self.resolution, self.decoder_dtype, settings.dtype, settings.reference, settings.fp8
 
 
 def unpack_job(payload: Json) -> Job:
@@ -145,6 +152,8 @@ class Body:
         self.device, self.post, self.poll, self.checkpoint = torch.device(device), post, poll, checkpoint
         set_current_device(self.device)
         self.posted = time.monotonic()
+        # When the last preview was posted.
+        self.previewed = 0.0
         self.models: Models | None = None
         # `Job.models` of the loaded models.
         self.loaded: object = None
@@ -199,7 +208,9 @@ class Body:
                 with Polled(self.stay_alive):
                     autoencoder = None if job.autoencoder is None else self.inspect(job.autoencoder)
                     checkpoint = self.inspect(job.transformer)
-                    models = load_models(checkpoint, self.device, job.settings, autoencoder, job.resolution)
+                    models = load_models(
+                        checkpoint, self.device, job.settings, autoencoder, job.resolution, job.decoder_dtype
+                    )
                 with torch.no_grad():
                     for name, weight in self.changed.items():
                         models.transformer.get_parameter(name).copy_(unpack(weight))
@@ -273,6 +284,8 @@ class Body:
             self.load()
         job, models = self.job, self.models
         assert models is not None and self.negative is not None
+        if job.shift is not None:
+            models = models._replace(shift=job.shift)
         chunk = tuple(ImageSpec(*image) for image in images)
         # Images of a prompt share one row of the batch, which `sample` sees by identity.
         encoded = {
@@ -306,10 +319,20 @@ class Body:
         if self.job.init is not None:
             image, mask = self.job.init
             init = InitImage(unpack(image), None if mask is None else unpack(mask))
+        if self.job.previews:
+            return ImageInputs(init=init, latents=latents, preview=self.preview)
         return ImageInputs(init=init, latents=latents, callback=self.step)
 
     def step(self, step: Step) -> None:
         self.post("step", step.step, step.sigma, pack(step.latents) if self.job.steps else None, list(step.images))
+
+    def preview(self, step: Step) -> None:
+        """Post a step, now and then with the x0 of its first image. Reading it waits for the device."""
+        now = time.monotonic()
+        is_due = now - self.previewed >= PREVIEW
+        if is_due:
+            self.previewed = now
+        self.post("step", step.step, step.sigma, pack(step.latents[:1]) if is_due else None, list(step.images))
 
     def content(
         self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | FailedImage | None

@@ -144,11 +144,14 @@ class Processes:
         atexit.register(self.end)
 
     @contextmanager
-    def borrow(self, devices: Sequence[torch.device]) -> Iterator[list[ProcessWorker]]:
-        """A context with a worker for each device, which may be among `devices` more than once."""
+    def borrow(self, devices: Sequence[torch.device], first: int = 0) -> Iterator[list[ProcessWorker]]:
+        """A context with a worker for each device, which may be among `devices` more than once.
+
+        The caller has workers for the devices before number `first`.
+        """
         borrowed: list[ProcessWorker] = []
         with self.lock:
-            for number, device in enumerate(devices):
+            for number, device in list(enumerate(devices))[first:]:
                 repetition = devices[:number].count(device)
                 name = f"{device}" if not repetition else f"{device} #{repetition + 1}"
                 # The processes of a CPU share its cores.
