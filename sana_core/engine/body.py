@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -32,9 +32,10 @@ from ..batch.pipeline import (
 )
 from ..batch.plan import LARGEST_CHUNK, FailedImage, ImageInputs, ImageSpec, Step
 from ..batch.png import encode_png, file_name, write_image
-from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..checkpoints import Checkpoint, inspect_checkpoint, load_controlnet
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError, SanaError, first_line
+from ..model.controlnet import Control
 from ..model.fp8 import check_fp8
 from ..runtime.accelerator import empty_cache, is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, Polled
@@ -42,6 +43,9 @@ from ..runtime.folder_lock import OWN, check_run
 from ..runtime.text import Json, get_logger
 from ..sampling.masked import InitImage
 from .switches import set_switches
+
+if TYPE_CHECKING:
+    from diffusers import SanaControlNetModel
 
 CPU = torch.device("cpu")
 # Seconds between two signs of life of a worker that loads or encodes.
@@ -86,6 +90,26 @@ def unpack(packed: Packed) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
+class ControlSpec(NamedTuple):
+    """A ControlNet and its image. A job has the plain values of this tuple."""
+
+    path: str
+    # Its reference and its dtype.
+    reference: str
+    dtype: str
+    # See Control.
+    strength: float
+    interval: tuple[float, float]
+    latents: Packed
+    # Changes with the content of the file.
+    revision: str = ""
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """What the loaded ControlNet depends on."""
+        return self.path, self.reference, self.dtype, self.revision
+
+
 class Job(NamedTuple):
     """What all images of a run have in common. Each worker gets it once, as the plain values of `pack`."""
 
@@ -115,6 +139,8 @@ class Job(NamedTuple):
     latents: bool = False
     # The packed latents and the packed mask of the image that all images start from.
     init: tuple[Packed, Packed | None] | None = None
+    # A chain of ControlNets, the first one first.
+    controls: tuple[ControlSpec, ...] = ()
     # Whether the latents of each step are returned.
     steps: bool = False
     # Whether the model's x0 of one image is returned a few times a second, for a preview.
@@ -128,7 +154,8 @@ class Job(NamedTuple):
 
     def pack(self) -> Json:
         """Return the job as plain values. `unpack_job` is the inverse."""
-        return {**self._asdict(), "settings": self.settings._asdict()}
+        controls = tuple(tuple(control) for control in self.controls)
+        return {**self._asdict(), "settings": self.settings._asdict(), "controls": controls}
 
     @property
     def models(self) -> tuple[object, ...]:
@@ -139,7 +166,8 @@ class Job(NamedTuple):
 
 
 def unpack_job(payload: Json) -> Job:
-    return Job(**{**payload, "settings": ResolvedSettings(**payload["settings"])})
+    controls = tuple(ControlSpec(*control) for control in payload["controls"])
+    return Job(**{**payload, "settings": ResolvedSettings(**payload["settings"]), "controls": controls})
 
 
 class Body:
@@ -159,6 +187,8 @@ class Body:
         self.loaded: object = None
         # Name: packed weight, until the transformer is loaded.
         self.changed: dict[str, Packed] = {}
+        # `ControlSpec.model`: the loaded ControlNet.
+        self.controlnets: dict[object, SanaControlNetModel] = {}
         # The packed embedding of the negative prompt.
         self.negative: Sequence[Packed] | None = None
         # Where prompts are encoded: the device, until its memory is too small.
@@ -184,6 +214,8 @@ class Body:
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
         self.negative, self.encoder_device = None, self.device
+        needed = {control.model for control in job.controls}
+        self.controlnets = {key: model for key, model in self.controlnets.items() if key in needed}
         if self.loaded == job.models:
             return False
         self.release()
@@ -201,36 +233,44 @@ class Body:
         """Load the models, unless they are loaded. Returns how many images the device has memory for at once."""
         job = self.job
         for attempt in range(2):
-            if self.models is not None:
-                break
-            self.post("loading")
+            failed = None
             try:
                 with Polled(self.stay_alive):
-                    autoencoder = None if job.autoencoder is None else self.inspect(job.autoencoder)
-                    checkpoint = self.inspect(job.transformer)
-                    models = load_models(
-                        checkpoint, self.device, job.settings, autoencoder, job.resolution, job.decoder_dtype
-                    )
-                with torch.no_grad():
-                    for name, weight in self.changed.items():
-                        models.transformer.get_parameter(name).copy_(unpack(weight))
-                self.models, self.loaded, self.changed = models, job.models, {}
+                    self.load_missing(job)
             except Exception as error:
                 if attempt or not is_out_of_memory(error):
                     raise
                 failed = error
-            if self.models is None:
-                # Once more, without the leftovers of other work.
-                release_memory_of(failed, self.device)
+            if failed is None:
+                break
+            # Once more, without the leftovers of other work.
+            release_memory_of(failed, self.device)
         if job.fixed_chunk:
             return None
         checkpoint = self.inspect(job.transformer)
         return largest_chunk(checkpoint, job.settings, self.device, loaded=True, prompts=job.prompts)
 
+    def load_missing(self, job: Job) -> None:
+        """Load the models and the ControlNets that are not loaded."""
+        if self.models is None:
+            self.post("loading")
+            autoencoder = None if job.autoencoder is None else self.inspect(job.autoencoder)
+            checkpoint = self.inspect(job.transformer)
+            models = load_models(checkpoint, self.device, job.settings, autoencoder, job.resolution, job.decoder_dtype)
+            with torch.no_grad():
+                for name, weight in self.changed.items():
+                    models.transformer.get_parameter(name).copy_(unpack(weight))
+            self.models, self.loaded, self.changed = models, job.models, {}
+        for control in job.controls:
+            if control.model not in self.controlnets:
+                self.post("loading")
+                dtype = getattr(torch, control.dtype)
+                self.controlnets[control.model] = load_controlnet(control.path, self.device, dtype, control.reference)
+
     def release(self) -> None:
         """Drop the models, because another job or another program needs the memory."""
         self.models = self.loaded = None
-        self.changed = {}
+        self.changed, self.controlnets = {}, {}
         empty_cache(self.device)
 
     def encode(self, prompts: Sequence[str | None]) -> bool:
@@ -280,9 +320,10 @@ class Body:
         """Post the images of a chunk, each as soon as it is decoded. `texts` has None if the negative prompt is new."""
         # First, because this task may fail, and the next one comes without the negative prompt.
         self.negative = texts.get(None, self.negative)
-        if self.models is None:
+        job = self.job
+        if self.models is None or any(control.model not in self.controlnets for control in job.controls):
             self.load()
-        job, models = self.job, self.models
+        models = self.models
         assert models is not None and self.negative is not None
         if job.shift is not None:
             models = models._replace(shift=job.shift)
@@ -319,9 +360,13 @@ class Body:
         if self.job.init is not None:
             image, mask = self.job.init
             init = InitImage(unpack(image), None if mask is None else unpack(mask))
+        control = None
+        for spec in self.job.controls:
+            controlnet, hint = self.controlnets[spec.model], unpack(spec.latents)
+            control = Control(controlnet, hint, spec.strength, spec.interval, control)
         if self.job.previews:
-            return ImageInputs(init=init, latents=latents, preview=self.preview)
-        return ImageInputs(init=init, latents=latents, callback=self.step)
+            return ImageInputs(control, init, latents, preview=self.preview)
+        return ImageInputs(control, init, latents, callback=self.step)
 
     def step(self, step: Step) -> None:
         self.post("step", step.step, step.sigma, pack(step.latents) if self.job.steps else None, list(step.images))

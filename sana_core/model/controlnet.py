@@ -21,6 +21,17 @@ class Control(NamedTuple):
 
     controlnet: SanaControlNetModel
     latents: torch.Tensor
+    # Its residuals are multiplied by this.
+    strength: float = 1.0
+    # It acts while sigma is in this interval, the larger sigma first.
+    interval: tuple[float, float] = (1.0, 0.0)
+    # Another ControlNet, whose residuals are added.
+    previous: Control | None = None
+
+    @property
+    def chain(self) -> list[Control]:
+        """This ControlNet after all previous ones."""
+        return [*(self.previous.chain if self.previous else ()), self]
 
 
 def control_residuals(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,8 +76,8 @@ class Prepared(NamedTuple):
     # Distilled models only: the guidance that they embed.
     guidance: torch.Tensor | None
     perturbation: Perturbation | None
-    # Constants of the ControlNet.
-    steering: Constants | None
+    # Constants of each ControlNet of the chain.
+    steering: Sequence[Constants]
 
 
 def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, prefix: str = "") -> PerturbedAttention:
@@ -211,7 +212,8 @@ def prepare_passes(
     constants = prepare(member.transformer, embeds, mask, *shape[2:])
     if member.compiled:
         constants = pad_prompts(constants, mask.shape[1])
-    steering = None if member.control is None else prepare(member.control.controlnet, embeds, mask, *shape[2:])
+    controls = member.control.chain if member.control is not None else ()
+    steering = [prepare(control.controlnet, embeds.to(dtype_of(control)), mask, *shape[2:]) for control in controls]
     perturbation = None
     if perturbed:
         images = torch.arange(len(passes) * shape[0], device=device)[:, None, None] >= (len(passes) - 1) * shape[0]
@@ -223,16 +225,38 @@ def prepare_passes(
     return Prepared(constants, embedded, perturbation, steering)
 
 
+def dtype_of(control: Control) -> torch.dtype:
+    """Return the dtype of a ControlNet. diffusers would search all of its modules."""
+    return control.controlnet.input_block.weight.dtype
+
+
 def steer(
-    control: Control | None, x: torch.Tensor, sigma: float, whole_timesteps: bool, prompts: Constants | None
+    control: Control | None, x: torch.Tensor, sigma: float, whole_timesteps: bool, steering: Sequence[Constants]
 ) -> list[torch.Tensor | None]:
-    """Return the ControlNet's residuals for all passes in `x` at `sigma`. Without a ControlNet the list is empty."""
-    if control is None or prompts is None:
-        return []
-    latents = control.latents.to(x)
-    latents = latents.repeat(len(x) // len(latents), 1, 1, 1)
-    times = times_of(control.controlnet, sigma, whole_timesteps, x).expand(len(x))
-    return control_residuals(control.controlnet, x, times, prompts, latents)
+    """Return the residuals of a chain of ControlNets for all passes in `x` at `sigma`. Without one the list is empty.
+
+    They are scaled and added in ComfyUI's order, so that the bits are the same with and without ComfyUI.
+    """
+    total: list[torch.Tensor | None] = []
+    for link, constants in zip(control.chain if control is not None else (), steering, strict=True):
+        if not link.interval[1] <= sigma <= link.interval[0]:
+            continue
+        inputs = x.to(dtype_of(link))
+        latents = link.latents.to(inputs)
+        latents = latents.repeat(len(x) // len(latents), 1, 1, 1)
+        times = times_of(link.controlnet, sigma, whole_timesteps, x).expand(len(x))
+        residuals = control_residuals(link.controlnet, inputs, times, constants, latents)
+        if link.strength != 1:
+            residuals = [one if one is None else one * link.strength for one in residuals]
+        total = [add_residuals(*pair) for pair in zip_longest(total, residuals)]
+    return total
+
+
+def add_residuals(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum. None adds nothing."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 def times_of(
