@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fake_cuda import pack
 from loaded_models import empty_model_list
 from pretend_card import Cards, pretend_cards
 
@@ -34,6 +35,8 @@ def host_cards(
     import comfy.cli_args
     import comfy.model_management as management
 
+    # Imported before `pretend_cards`, which replaces its processes.
+    pack("sana_core.engine.process")
     with pretend_cards(count, **cards) as pretended, empty_model_list(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(management, "cpu_state", management.CPUState.GPU)
         patch.setattr(management, "vram_state", management.VRAMState[state])

@@ -93,19 +93,25 @@ def files_read(path: Path) -> Iterable[Path]:
     return {path, *beside}
 
 
-def reloader(load: Callable[..., ModelPatcher], path: Path) -> Callable[..., ModelPatcher]:
-    """Return the function that ComfyUI calls to load the weights again. It has the arguments of `load`.
+class Reloader:
+    """The function that ComfyUI calls to load the weights of `path` again. It has the arguments of `load`.
 
     It raises CheckpointError if the files have changed, because the two copies would be of two models.
     """
-    before = file_stat(lambda: path)
 
-    def reload(*args, **options) -> ModelPatcher:
-        if file_stat(lambda: path) != before:
+    def __init__(self, load: Callable[..., ModelPatcher], path: Path) -> None:
+        self.load, self.path = load, path
+        self.before = file_stat(lambda: path)
+
+    def check(self) -> str:
+        """Return the fingerprint of the files. Raises CheckpointError if they have changed."""
+        if file_stat(lambda: self.path) != self.before:
             raise CheckpointError(
-                f"{shown(path)}: the file has changed since it was loaded, and a second copy of the model is needed; "
-                "queue the graph again"
+                f"{shown(self.path)}: the file has changed since it was loaded, and a second copy of the model is "
+                "needed; queue the graph again"
             )
-        return load(*args, **options)
+        return self.before
 
-    return reload
+    def __call__(self, *args, **options) -> ModelPatcher:
+        self.check()
+        return self.load(*args, **options)

@@ -106,7 +106,7 @@ def test_a_folder_or_a_pipe_in_its_place_is_broken_too(host, operators_file, cap
 @pytest.fixture
 def failing_images(monkeypatch, operators_file):
     """A function of seeds: the cluster, which is not there, has failed at the images with these seeds."""
-    canvas, plan = pack("nodes.host.batch.cluster_batch"), pack("sana_core.batch.plan")
+    canvas, plan = pack("nodes.host.batch.cluster"), pack("sana_core.batch.plan")
 
     def build(*seeds):
         def results(model, session, job, work, on_status):
@@ -138,10 +138,6 @@ def patch(graph, kind, **inputs):
     graph["batch"][1]["model"] = ["patch", 0]
 
 
-def shift(graph):
-    patch(graph, "ModelSamplingSD3", shift=5.0)
-
-
 def rescale(graph):
     patch(graph, "RescaleCFG", multiplier=0.7)
 
@@ -171,7 +167,6 @@ def eight_bits(graph):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (shift, r"model: got a patch that a cluster cannot apply \(model_sampling\); remove it"),
         (rescale, r"model: got a patch that a cluster cannot apply \(.*\); remove it"),
         (combined, "positive: got 2 combined prompts, a cluster takes one"),
         (area, "positive: got area, .*which a cluster cannot use; remove it"),
@@ -186,12 +181,12 @@ def test_what_a_cluster_cannot_draw_is_refused_by_name(host, operators_file, clu
         host.run(graph)
 
 
-def test_a_controlnet_is_refused_by_name(host, operators_file, cluster_graph):
+def test_a_controlnet_of_another_kind_is_refused_by_name(host, operators_file, cluster_graph):
     graph = cluster_graph()
     graph["positive with"] = ("Catch", {"value": ["positive", 0], "name": "positive"})
     positive = host.run({key: graph[key] for key in ("load", "positive", "positive with")})["positive"]
     ((embeds, extra),) = positive
     graph["control"] = ("AnyValue", {"value": {"__value__": [[embeds, {**extra, "control": object()}]]}})
     graph["batch"][1]["positive"] = ["control", 0]
-    with pytest.raises(NodeError, match="positive: got control, which a cluster cannot use"):
+    with pytest.raises(NodeError, match="control_net: got NoneType, expected a SANA ControlNet"):
         host.run(graph)

@@ -85,14 +85,14 @@ def test_a_batch_cancelled_while_the_vae_loads_for_a_control_image(host, files, 
         torch.testing.assert_close(image.cpu(), expected, atol=2e-4, rtol=0)
 
 
-def test_a_batch_ends_after_a_load_that_outlasts_the_pool(host, monkeypatch, interrupt_move):
+def test_a_batch_ends_after_a_load_that_outlasts_the_run(host, monkeypatch, interrupt_move):
     import comfy.model_management as management
 
-    local = pack("sana_core.batch.local")
+    thread = pack("sana_core.engine.thread")
     with host_cards(host, 1):
         free = management.free_memory
         monkeypatch.setattr(management, "free_memory", lambda _, *args, **options: free(10**18, *args, **options))
-        monkeypatch.setattr(local, "JOIN_TIMEOUT", 0.0)
+        monkeypatch.setattr(thread, "JOIN_TIMEOUT", 0.0)
         interrupt_move("SanaModel", "diffusion_model.transformer_blocks.2", GPU)
         with pytest.raises(InterruptedError):
             host.run(batch_graph(), keep_cache=True)

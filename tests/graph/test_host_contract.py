@@ -16,23 +16,23 @@ CALLS = {
     "comfy.conds.CONDRegular.concat": ("others", "prompts.py"),
     "comfy.conds.CONDRegular.process_cond": ("batch_size", "prompts.py"),
     "comfy.conds.CONDRegular.size": ("", "prompts.py"),
-    "comfy.float.stochastic_rounding": ("value dtype seed", "batch_cluster.py"),
-    "comfy.lora.calculate_weight": ("patches weight key", "adapters.py, batch_cluster.py"),
+    "comfy.float.stochastic_rounding": ("value dtype seed", "job.py"),
+    "comfy.lora.calculate_weight": ("patches weight key", "adapters.py, job.py"),
     "comfy.lora.load_lora": ("lora to_load log_missing", "adapters.py"),
     "comfy.lora.model_lora_keys_clip": ("model key_map", "lora.py"),
     "comfy.lora.model_lora_keys_unet": ("model key_map", "compat.py (add_lora_names)"),
-    "comfy.model_base.BaseModel.process_latent_out": ("latent", "batch_cluster.py"),
+    "comfy.model_base.BaseModel.process_latent_out": ("latent", "results.py"),
     "comfy.model_management.archive_model_dtypes": ("model", "weights.py, vae.py"),
-    "comfy.model_management.cast_to_device": ("tensor device dtype copy", "batch_cluster.py"),
-    "comfy.model_management.cuda_device_context": ("device", "batch_devices.py"),
-    "comfy.model_management.free_memory": ("memory_required device", "training.py"),
-    "comfy.model_management.get_all_torch_devices": ("", "batch_devices.py, split.py, vae.py, folders.py"),
-    "comfy.model_management.get_free_memory": ("dev", "batch_devices.py"),
+    "comfy.model_management.cast_to_device": ("tensor device dtype copy", "job.py"),
+    "comfy.model_management.cuda_device_context": ("device", "devices.py"),
+    "comfy.model_management.free_memory": ("memory_required device", "training.py, devices.py"),
+    "comfy.model_management.get_all_torch_devices": ("", "devices.py, split.py, vae.py, folders.py"),
+    "comfy.model_management.get_free_memory": ("dev", "devices.py"),
     "comfy.model_management.get_total_memory": ("dev", "plan.py"),
-    "comfy.model_management.loaded_models": ("", "batch_devices.py"),
-    "comfy.model_management.lora_compute_dtype": ("device", "batch_cluster.py"),
+    "comfy.model_management.loaded_models": ("", "devices.py"),
+    "comfy.model_management.lora_compute_dtype": ("device", "job.py"),
     "comfy.model_management.minimum_inference_memory": ("", "training.py"),
-    "comfy.model_management.resolve_gpu_device_option": ("option", "batch_devices.py"),
+    "comfy.model_management.resolve_gpu_device_option": ("option", "devices.py"),
     "comfy.model_management.soft_empty_cache": ("", "training.py"),
     "comfy.model_management.supports_cast": ("device dtype", "clip.py"),
     "comfy.model_management.throw_exception_if_processing_interrupted": ("", "every loop"),
@@ -45,7 +45,7 @@ CALLS = {
     "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.get_free_memory": ("device", "compat.py (free_memory)"),
-    "comfy.model_patcher.ModelPatcher.get_key_patches": ("filter_prefix", "batch_cluster.py"),
+    "comfy.model_patcher.ModelPatcher.get_key_patches": ("filter_prefix", "job.py"),
     "comfy.model_patcher.ModelPatcher.pre_run": ("", "split.py"),
     "comfy.sampler_helpers.get_models_from_cond": ("cond model_type", "split.py (additional_models)"),
     "comfy.samplers.CFGGuider.outer_sample": ("noise", "split.py"),
@@ -72,18 +72,14 @@ CALLS = {
     ),
     "comfy.sd.VAE.spacial_compression_encode": ("", "controlnet.py (encode_hints)"),
     "comfy.utils.common_upscale": ("samples width height upscale_method crop", "controlnet.py (encode_hints)"),
-    "comfy_api.torch_helpers.torch_compile.set_torch_compile_wrapper": (
-        "model backend options mode fullgraph dynamic keys",
-        "compat.py (compile_again)",
-    ),
     "comfy.utils.convert_old_quants": ("state_dict model_prefix metadata", "weights.py"),
-    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "training_view.py, batch_devices.py"),
+    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "training_view.py, results.py"),
     "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, preview.py"),
-    "comfy.utils.string_to_seed": ("data", "batch_cluster.py"),
+    "comfy.utils.string_to_seed": ("data", "job.py"),
     "folder_paths.cached_filename_list_": ("folder_name", "compat.py (survive_deleted_folders)"),
     "folder_paths.get_input_subfolders": ("", "folders.py"),
-    "latent_preview.get_previewer": ("device latent_format", "batch_devices.py, batch_cluster.py"),
-    "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "batch_devices.py"),
+    "latent_preview.get_previewer": ("device latent_format", "devices.py, results.py"),
+    "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "devices.py"),
     "server.PromptServer.add_on_prompt_handler": ("handler", "old_prompts.py"),
 }
 # names that are no functions
@@ -101,10 +97,8 @@ NAMES = {
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
     "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
-    "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "batch_devices.py",
+    "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "devices.py",
     "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "guidance.py",
-    "comfy_api.torch_helpers.torch_compile.COMPILE_KEY": "compat.py (compile_again)",
-    "comfy_api.torch_helpers.torch_compile.TORCH_COMPILE_KWARGS": "compat.py (compile_again)",
     "comfy.text_encoders.pixeldit.PixelDiTGemma2Tokenizer": "compat.py (pixeldit_tokenizer)",
 }
 
@@ -181,16 +175,6 @@ def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, c
         assert name in source, f"ComfyUI's VAE reads no {name} any more; nodes/host/loading/vae.py relies on it"
 
 
-def test_the_wrapper_of_a_compiled_model_has_its_modules(host):
-    from comfy_api.torch_helpers.torch_compile import apply_torch_compile_factory
-
-    wrapper = apply_torch_compile_factory(compiled_module_dict={"diffusion_model": None})
-    names = inspect.getclosurevars(wrapper).nonlocals
-    assert names == {"compiled_module_dict": {"diffusion_model": None}}, (
-        "see compile_again in nodes/host/compat/internals.py"
-    )
-
-
 def test_a_load_calls_back_with_what_we_read(host):
     """`load_rest` in nodes/host/loading/layers.py takes these, in this order."""
     import comfy.model_patcher
@@ -204,6 +188,14 @@ def test_a_load_calls_back_with_what_we_read(host):
     assert model.current_weight_patches_uuid == patcher.patches_uuid, "see is_half_unloaded in compat/internals.py"
     assert calls == [(patcher, cpu, 1, False, False)], "ComfyUI's ON_LOAD hands over other things; see layers.py"
     assert model.model_loaded_weight_memory == 0, "ComfyUI counts loaded bytes elsewhere; see layers.py"
+
+
+def check_model(model):
+    """Raise InputError for patches of MODEL that a cluster cannot apply."""
+    from fake_cuda import pack
+
+    job = pack("nodes.host.batch.job")
+    job.check_patches(model, job.CLUSTER)
 
 
 def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, checkpoint):
@@ -220,15 +212,14 @@ def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, ch
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "theirs", print)
     assert compat.patches_of(model) == {*our_kinds, "frobnications", "theirs"}
     with pytest.raises(ValueError, match=r"^model: got a patch that a cluster cannot apply \(frobnications, theirs\)"):
-        pack("nodes.host.batch.cluster_batch").check_model(model)
+        check_model(model)
 
 
 def test_patches_of_other_weights_than_the_transformer_s_do_not_go_to_a_cluster(host, checkpoint):
     from fake_cuda import pack
 
     model = pack("nodes.host.loading.load_model").load_model(checkpoint)
-    check = pack("nodes.host.batch.cluster_batch").check_model
-    check(model)
+    check_model(model)
     model.patches["model_sampling.sigmas"] = [(1.0, None, 1.0, None, None)]
     with pytest.raises(ValueError, match=r"cluster cannot apply \(model_sampling.sigmas\); remove it"):
-        check(model)
+        check_model(model)

@@ -1,7 +1,6 @@
 """Plain files quantised as they are loaded: attention and feed-forward in core's formats, patched, saved, refused."""
 
 import json
-from types import SimpleNamespace
 
 import layouts
 import pytest
@@ -292,10 +291,9 @@ def test_a_quantised_file_is_not_quantised_again(load, tmp_path):
 
 
 def test_a_cluster_refuses_what_it_would_draw_otherwise(load):
-    cluster = pack("nodes.host.batch.cluster_batch")
-    latent = {"samples": torch.zeros(1, 32, 4, 4)}
+    job = pack("nodes.host.batch.job")
     with pytest.raises(ValueError, match="choose weight_dtype default or without fast, and quantise off"):
-        cluster.node_job(SimpleNamespace(model=load("int8"), latent=latent))
+        job.check_patches(load("int8"), job.CLUSTER)
 
 
 def test_other_devices_load_the_same_format(load):

@@ -1,36 +1,40 @@
-"""The Ray cluster that the server's operator has configured, and the description of a MODEL for its machines.
+"""SANA Batch Sampler on the Ray cluster that the server's operator has configured.
 
-A machine of the cluster loads the file that MODEL came from, and receives the weights that LoRAs have changed. Workers
-stay for the next run, if it has the same MODEL.
+A machine of the cluster loads the file that MODEL came from, and receives encoded prompts and the weights that LoRAs
+have changed. Workers stay for the next run, if it has the same MODEL.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, TypeVar
 
-import comfy.float
-import comfy.lora
 import comfy.model_management
-import comfy.utils
 import torch
 from server import PromptServer
 
-from ....sana_core.batch.progress import OnStatus
-from ....sana_core.checkpoints import Checkpoint
+from ....sana_core.batch.plan import FailedImage, ImageSpec, Workload
+from ....sana_core.batch.progress import OnStatus, Progress, WorkerReport
+from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.fingerprint import fingerprint
 from ....sana_core.cluster.actors import Work
+from ....sana_core.cluster.batch import generate_with
 from ....sana_core.cluster.connection import ClusterSettings
 from ....sana_core.cluster.session import Session
 from ....sana_core.engine.body import Job
 from ....sana_core.errors import InputError
-from ..compat.internals import loaded_from, path_of
-from ..compat.patches import WEIGHTS
 from ..folders import configured_cluster
+from ..report import progress_under_running_node, status_under_running_node
+from .job import CLUSTER, changed_weights, describe_job, encode_batch_hints
+from .results import Results, Row
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+    from .inputs import BatchInputs
 
 T = TypeVar("T")
 # The attribute of the PromptServer that has the session.
@@ -58,23 +62,35 @@ def session_on(cluster: ClusterSettings) -> Session:
     return session
 
 
-def plain_file(model: ModelPatcher) -> tuple[str, int | None, str]:
-    """Return the path of the file or folder that MODEL came from, the resolution and the reference that were chosen.
+def sample_on_cluster(batch: BatchInputs) -> tuple[dict[ImageSpec, Row], Counter[str]]:
+    """Return the rows of the images, and the number of images of each machine.
 
-    Raises InputError if ComfyUI's layers compute with quantised weights, because a cluster cannot do that.
+    Raises InputError for inputs that a cluster does not support, if cluster.json is missing or broken, and if all
+    images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and the error of a machine if none
+    is left.
     """
-    _, weight_dtype, resolution, reference, _ = loaded_from(model)
-    if weight_dtype.endswith("fast") or model.model.model_config.quant_config:
-        raise InputError(
-            "model: a cluster has no quantised products; choose weight_dtype default or without fast, and quantise off"
-        )
-    return path_of(model), resolution, reference
-
-
-def fingerprints(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Mapping[str, object]]:
-    """Return the fingerprint of each checkpoint. The first time, this reads the whole files. Polls cancel."""
-    poll = comfy.model_management.throw_exception_if_processing_interrupted
-    return {path: fingerprint(checkpoint, lambda *progress: poll()) for path, checkpoint in checkpoints.items()}
+    cluster, poll = require_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
+    job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER)
+    files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))
+    # The first time, this reads the whole files.
+    weights = {path: fingerprint(inspect_checkpoint(path), lambda *progress: poll()) for path in files}
+    job = job._replace(weights=weights, previews=False)
+    workload = Workload(range(batch.prompts), batch.images, batch.chunk or None, encoded=encoded)
+    results, report, session = Results(batch, len(batch.images)), WorkerReport(), session_on(cluster)
+    progress, show = Progress(len(batch.images)), progress_under_running_node()
+    status = status_under_running_node()
+    generation = run_for(batch.model, session, job, lambda run: generate_with(run, job, workload, report), status)
+    with closing(generation) as generated:
+        for image, content in generated:
+            results.add(image, content)
+            latent = None if isinstance(content, FailedImage) else torch.from_numpy(content[0].copy())[None]
+            results.advance(1, None if latent is None else results.preview(latent))
+            progress.step()
+            show(progress.describe(len(report.ready)))
+    machines: Counter[str] = Counter()
+    for worker, number in report.finished.items():
+        machines[report.machines[worker]] += number
+    return results.finish(), machines
 
 
 def run_for(
@@ -94,26 +110,6 @@ def run_for(
 
     def changed() -> dict[str, torch.Tensor]:
         weakref.finalize(model.model, session.forget, key)
-        return changed_weights(model)
+        return dict(changed_weights(model))
 
     return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, on_status)
-
-
-def changed_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the transformer's weights that LoRAs change or that have eight bits, by diffusers' names.
-
-    They have the values and the dtype with which this machine would generate.
-    """
-    device, model_dtype = model.load_device, model.model.get_dtype_inference()
-    changed = {}
-    for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
-        if patches:
-            dtype = comfy.model_management.lora_compute_dtype(device)
-            wide = convert(comfy.model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-            patched = comfy.lora.calculate_weight(patches, wide, key)
-            weight = comfy.float.stochastic_rounding(patched, weight.dtype, seed=comfy.utils.string_to_seed(key))
-        elif weight.itemsize > 1:
-            continue
-        # torch cannot unpickle tensors of eight bits.
-        changed[key.removeprefix(WEIGHTS)] = weight.to("cpu", model_dtype)
-    return changed

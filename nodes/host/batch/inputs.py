@@ -45,8 +45,13 @@ class BatchInputs(NamedTuple):
         return counts.pop() if counts else 1
 
     @property
+    def first_index(self) -> int:
+        """The place of the latent in the batch that it was taken from. Seeds count from it, as in SANA Sampler."""
+        return int((self.latent.get("batch_index") or [0])[0])
+
+    @property
     def images(self) -> list[ImageSpec]:
-        return batch_images(self.prompts, self.count, self.seed)
+        return batch_images(self.prompts, self.count, (self.seed + self.first_index) % 2**64)
 
 
 def check_batch(batch: BatchInputs) -> BatchInputs:

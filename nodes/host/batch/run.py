@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
 
 import comfy.model_management
 import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
+from ....sana_core.batch.plan import ImageSpec, Workload, samples_one_by_one
+from ....sana_core.engine.body import pack
+from ....sana_core.engine.loop import Run
+from ....sana_core.engine.process import processes
+from ....sana_core.engine.thread import ThreadWorker
+from ....sana_core.engine.worker import LIMITS
+from ....sana_core.errors import SanaError
 from ....sana_core.model.known_models import SPRINT
+from ....sana_core.model.latents import DOWNSCALE
+from ....sana_core.runtime.text import Json
 from ..bars import BLUE, Bar, draw_bars
+from ..compat.patches import unshared
 from ..folders import CLUSTER, one_gpu_note
-from ..report import show_on_running_node
+from ..report import Notes, show_on_running_node
 from ..sampling.core_nodes import unfit
 from ..sampling.sampler import SEED
-from .cluster_batch import sample_on_cluster
-from .devices import DeviceStats, find_devices, sample_on_devices
+from .cluster import sample_on_cluster
+from .devices import CanvasBody, clear_device, find_devices, with_controls
 from .inputs import BatchInputs, check_batch
+from .job import PROCESS, describe_job, encode_batch_hints, packed_weights
+from .results import Results, Row
 
 # Pixels for the text behind the longest bar.
 TEXT_WIDTH = 360
+# How many seconds the node waits at its end for a thread that still loads. A GPU may hang for ever.
+LOADING_PATIENCE = 60.0
+
+
+class DeviceStats(NamedTuple):
+    """What one device has generated."""
+
+    images: int
+    # Seconds per image.
+    pace: float | None = None
+    # The most images that it generated at once.
+    together: int = 0
 
 
 def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | ExecutionBlocker, str]:
@@ -36,17 +64,16 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     started = time.monotonic()
     if choice == CLUSTER:
         rows, generated = sample_on_cluster(batch)
-        results = dict(zip(batch.images, rows, strict=True))
         stats = {worker: DeviceStats(number) for worker, number in generated.items()}
         bar_total = len(batch.images)
         notes = cluster_notes(batch)
     else:
-        results, stats, notes = sample_on_devices(batch, find_devices(batch.model, choice))
+        rows, stats, notes = sample_on_devices(batch, find_devices(batch.model, choice))
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     replaced = ("samples", "batch_index")
     other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}
-    latents, images = zip(*results.values(), strict=True)
-    indices = [image.number % batch.count for image in results]
+    latents, images = zip(*rows.values(), strict=True)
+    indices = [batch.first_index + image.number % batch.count for image in rows]
     # The results are in RAM. With --gpu-only, other nodes expect them on the first GPU.
     device = comfy.model_management.intermediate_device()
     out = {**other_entries, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
@@ -58,6 +85,68 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
     return out, image, "\n".join(filter(None, [text, *notes]))
+
+
+def sample_on_devices(
+    batch: BatchInputs, devices: list[torch.device]
+) -> tuple[dict[ImageSpec, Row], dict[str, DeviceStats], list[str]]:
+    """Return the rows of the images, the statistics by worker, and lines for the user.
+
+    The MODEL's own device works in a thread of this process, each other one in a process. A MODEL that another process
+    cannot load is used on its own device alone.
+    """
+    own_device, notes = batch.model.load_device, Notes()
+    # Only this thread may call it, because it clears the user's interrupt.
+    cancel = comfy.model_management.throw_exception_if_processing_interrupted
+    hints = encode_batch_hints(batch)
+    # The thread needs no description.
+    job: Json = {}
+    texts: dict[int | None, object] = dict.fromkeys([None, *range(batch.prompts)])
+    if devices != [own_device]:
+        try:
+            described, (prompts, negative_prompt) = describe_job(batch, hints, PROCESS)
+            job = described.pack()
+            texts = {number: list(map(pack, text)) for number, text in [(None, negative_prompt), *prompts.items()]}
+        except SanaError as error:
+            notes.add(f"only {own_device} generates, because of {error}")
+            devices = [own_device]
+    # Held while ComfyUI loads and unloads models in the thread.
+    loading = threading.Lock()
+    threads = []
+    if devices[0] == own_device:
+        positive, negative = (with_controls(part, own_device, hints) for part in (batch.positive, batch.negative))
+        inputs = batch._replace(positive=positive, negative=negative)
+        threads.append(ThreadWorker(str(own_device), own_device, partial(CanvasBody, inputs, notes, loading)))
+    for device in set(devices) - {own_device}:
+        clear_device(device)
+    height, width = (side * DOWNSCALE for side in batch.latent["samples"].shape[2:])
+    chunks = Workload((), batch.images, batch.chunk or None).split(width, height, len(devices))
+    is_compiled = "torch.compile" in unshared(batch.model, {})
+    results = Results(batch, len(batch.images) * (len(batch.sigmas) - 1))
+    with processes().borrow(devices, len(threads)) as borrowed:
+        run = Run(
+            job,
+            chunks,
+            [*threads, *borrowed],
+            range(batch.prompts),
+            texts,
+            changed=packed_weights(batch.model, loading),
+            on_step=results.on_step,
+            limits=LIMITS.compiled() if is_compiled else LIMITS,
+        )
+        try:
+            with closing(run.images(cancel)) as images:
+                for image, content in images:
+                    results.add(image, content)
+        finally:
+            # The run waits for its thread for a limited time. A load that takes longer still changes ComfyUI's list.
+            if loading.acquire(timeout=LOADING_PATIENCE):
+                loading.release()
+    stats = {}
+    for worker, seat in run.seats.items():
+        together = min(seat.together, 1) if samples_one_by_one(worker.device) else seat.together
+        stats[worker.name] = DeviceStats(run.finished[worker.name], seat.pace, together)
+    return results.finish(), stats, notes.lines
 
 
 def cluster_notes(batch: BatchInputs) -> list[str]:

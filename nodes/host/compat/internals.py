@@ -5,7 +5,6 @@ If something has moved, tests/graph/test_host_contract.py fails. It also lists t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ import comfyui_version
 import folder_paths
 import torch
 from comfy.model_patcher import LowVramPatch
-from comfy.patcher_extension import WrappersMP
-from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS, set_torch_compile_wrapper
 
 from ....sana_core.errors import VersionError
 from ....sana_core.model.text import checked_encode
@@ -98,19 +95,14 @@ def loaded_from(patcher: ModelPatcher) -> tuple:
     return patcher.cached_patcher_init[1]
 
 
+def check_files(patcher: ModelPatcher) -> str:
+    """Return the fingerprint of the files of `patcher`. Raises CheckpointError if they have changed since then."""
+    return patcher.cached_patcher_init[0].check()
+
+
 def path_of(patcher: ModelPatcher) -> str:
     """Return the file or folder that the weights were loaded from."""
     return str(Path(loaded_from(patcher)[0]).absolute())
-
-
-def compile_again(clone: ModelPatcher) -> None:
-    """Compile the modules of `clone`, if TorchCompileModel has compiled the same modules of its MODEL.
-
-    The clone has a copy of ComfyUI's wrapper, which would run the compiled modules, and so the weights, of the MODEL.
-    """
-    for wrapper in clone.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY, []):
-        compiled = inspect.getclosurevars(wrapper).nonlocals["compiled_module_dict"]
-        set_torch_compile_wrapper(clone, keys=list(compiled), **clone.model_options[TORCH_COMPILE_KWARGS])
 
 
 def is_half_unloaded(model: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ from ....sana_core.model.reference import AUTO, NVIDIA
 from ....sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, read_prompt, select_tokens
 from ....sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
 from ..compat.internals import pixeldit_tokenizer, remember_loader
-from ..file_stats import reloader
+from ..file_stats import Reloader
 from ..report import show_under_running_node
 from ..sampling.core_nodes import ENCODED, no_effect
 from .layers import LookupPatcher, keep_on_device
@@ -178,7 +178,7 @@ def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = Fal
     """Return the CLIP of a checkpoint. `reference`: how to read prompts, see `text_reference`."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
-    reload = reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
+    reload = Reloader(lambda *args, **options: load_clip(*args, **options).patcher, path)
     part = find_part(checkpoint, "text_encoder")
     tokenizer, reading = load_tokenizer(part), text_reference(checkpoint, reference)
     device = comfy.model_management.text_encoder_device()

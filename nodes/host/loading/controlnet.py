@@ -19,7 +19,7 @@ from ....sana_core.model.forward import prepare
 from ....sana_core.model.reference import AUTO, model_timestep
 from ..batch.replicas import clone_patcher
 from ..compat.internals import remember_loader
-from ..file_stats import reloader
+from ..file_stats import Reloader
 from ..sampling.latents import latent_format
 from ..sampling.model import WHOLE_TIMESTEPS, timestep_scale
 from .layers import keep_on_device
@@ -131,7 +131,7 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
 
     `reference` is the implementation whose arithmetic it follows.
     """
-    reload = reloader(load_patcher, path)
+    reload = Reloader(load_patcher, path)
     checkpoint = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()
     supported = [torch.bfloat16, torch.float32]

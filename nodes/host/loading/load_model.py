@@ -17,7 +17,7 @@ from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
 from ..compat.internals import add_lora_names, remember_loader
-from ..file_stats import reloader
+from ..file_stats import Reloader
 from ..sampling.core_nodes import fit_core_nodes
 from ..sampling.guidance import follow_reference, refuse_unfit_samplers
 from ..sampling.latents import latent_format
@@ -107,7 +107,7 @@ def load_model(
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # Before the file is read, so that a later change is noticed.
-    reload = reloader(load_model, path)
+    reload = Reloader(load_model, path)
     part = follow(find_part(checkpoint, *TRANSFORMER_KINDS), reference)
     check_choice(quantise, weight_dtype, part.quantised)
     config = SanaConfig(checkpoint, part, resolution, quantise)

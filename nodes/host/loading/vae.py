@@ -25,7 +25,7 @@ from ....sana_core.model.layers import arrange_convolutions
 from ....sana_core.runtime.cancellation import Poll, Polled
 from ....sana_core.runtime.text import Json
 from ..compat.internals import empty_vae, free_memory, path_of, remember_loader
-from ..file_stats import reloader
+from ..file_stats import Reloader
 from ..folders import one_gpu_note
 from .layers import keep_on_device
 from .video_vae import load_video_vae
@@ -204,7 +204,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.
-    reload = reloader(lambda path, **ignored: load_vae(path).patcher, path)
+    reload = Reloader(lambda path, **ignored: load_vae(path).patcher, path)
     for part in checkpoint.components:
         if part.kind == "video_autoencoder":
             return load_video_vae(part)
