@@ -28,7 +28,9 @@ def threads_for_processes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in [name for name in sys.modules if name == MODULE or name.endswith(f".{MODULE}")]:
             make_worker = in_place_of_process(import_module(name.removesuffix("process") + "thread").ThreadWorker)
-            borrow = contextlib.contextmanager(lambda self, devices, make=make_worker: lend(make, devices))
+            borrow = contextlib.contextmanager(
+                lambda self, devices, first=0, make=make_worker: lend(make, devices, first)
+            )
             stack.enter_context(mock.patch.object(sys.modules[name].Processes, "borrow", borrow))
         yield
 
@@ -44,10 +46,11 @@ def in_place_of_process(thread_worker: Any) -> Any:
     return Worker
 
 
-def lend(make_worker: Any, devices: Sequence[torch.device]) -> Iterator[list[Any]]:
-    """Yield a new worker for each device, with the names of processes."""
-    names = []
-    for number, device in enumerate(devices):
+def lend(make_worker: Any, devices: Sequence[torch.device], first: int) -> Iterator[list[Any]]:
+    """Yield a new worker for each device from number `first`, with the names of processes."""
+    workers = []
+    for number, device in list(enumerate(devices))[first:]:
         repetition = list(devices[:number]).count(device)
-        names.append(f"{device}" if not repetition else f"{device} #{repetition + 1}")
-    yield [make_worker(name, device) for name, device in zip(names, devices, strict=True)]
+        name = f"{device}" if not repetition else f"{device} #{repetition + 1}"
+        workers.append(make_worker(name, device))
+    yield workers
