@@ -22,10 +22,9 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch import local
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster import worker
+from sana_core.engine import body
 from sana_core.split import generate
 
 BOUND = 1e-6
@@ -117,7 +116,7 @@ def caught_models(monkeypatch):
 
         return load_and_keep
 
-    for module in (local, worker, generate):
+    for module in (body, generate):
         monkeypatch.setattr(module, "load_models", caught_by(module.load_models))
     return caught
 
@@ -163,7 +162,9 @@ def ways(host, checkpoint, tmp_path, monkeypatch, capsys):
         path = str(checkpoint)
         settings = resolve_settings(SamplingSettings(64, 64, steps=1), path)._replace(loras=((str(file), 1.0),))
         described = {item: fingerprint(item) for item in (path, str(file))}
-        worker.Worker(worker.Job(settings, described, path, path, path).pack()).load(1, {})
+        worker = body.Body("cpu", lambda *event: None, lambda: None)
+        worker.begin(body.Job(settings, path, path, path, described).pack())
+        worker.load()
         return weights()
 
     def split(file):

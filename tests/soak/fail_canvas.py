@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -326,11 +325,10 @@ def main() -> None:
         host = Host(Path(base) / "base")
         host.nodes.NODE_CLASS_MAPPINGS["Fresh"] = Fresh
         logging.disable(logging.CRITICAL)
-        batch, queue = pack("nodes.host.batch.devices"), pack("sana_core.batch.queue")
+        batch = pack("nodes.host.batch.run")
         split, decode = pack("sana_core.split.devices"), pack("sana_core.decode.devices")
         for module, name, value in (
-            (batch, "run_batch", partial(batch.run_batch, grace=BATCH_GRACE)),
-            (queue, "FIRST_PATIENCE", 2.0),
+            (batch, "LIMITS", batch.LIMITS._replace(first=2 * BATCH_GRACE, grace=BATCH_GRACE)),
             (split, "HANG_TIMEOUT", GRACE),
             (split, "ABORT_TIMEOUT", 1.0),
             (decode, "HANG_TIMEOUT", GRACE),
