@@ -1,23 +1,25 @@
 """The loop of a batch: which worker does what next, and what happens when a worker fails.
 
-Each rule is one method of `Run`. worker.py lists the events of workers, which are the only way back.
+Each rule is one method of `Run`. schedule.py has the work that no worker has. worker.py lists the events of workers,
+which are the only way back.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..batch.plan import Chunk, FailedImage, Generated, ImageSpec
+from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.text import Json, get_logger
-from .worker import LIMITS, Limits, Seat, Task, Worker, rebuild
+from .schedule import Schedule
+from .worker import LIMITS, Limits, Seat, Task, rebuild
 
 logger = get_logger(__name__)
 
@@ -30,9 +32,6 @@ STRIKES = 3
 LOSSES = 5
 # If this many tasks failed for unknown reasons and no image between them succeeded, the reason is not an image.
 FAILURES = 8
-# Prompts of the first block. Each further block is twice as large, up to the largest: a device loads the text encoder
-# once for each block, and an embedding in float32 has up to 2.8 MB.
-FIRST_BLOCK, LARGEST_BLOCK = 16, 512
 
 
 class Run:
@@ -68,16 +67,10 @@ class Run:
         self.number = next(self.numbers)
         self.workers, self.is_fixed = (workers, False) if callable(workers) else ((lambda: workers), True)
         self.events = SimpleQueue() if events is None else events
-        self.waiting: deque[Task] = deque(Task("generate", chunk) for chunk in chunks)
-        # Number: the image. Images that are not finished.
-        self.missing: dict[int, ImageSpec] = {image.number: image for chunk in chunks for image in chunk}
-        # Embeddings whose images are not all finished, and how many are not.
-        self.texts = dict(texts)
-        self.unfinished = Counter(prompts[image.prompt] for image in self.missing.values())
-        # None is the negative prompt.
-        self.unencoded = deque(prompt for prompt in (None, *self.unfinished) if prompt not in self.texts)
-        self.block = FIRST_BLOCK
         self.seats: dict[Any, Seat] = {}
+        self.schedule = Schedule(chunks, prompts, texts, self.seats, limits.turn, clock)
+        # Number: the image. Images that are not finished.
+        self.missing = self.schedule.missing
         # Worker name: how many images it was the first to finish.
         self.finished: Counter[str] = Counter()
         # Image number: how often its worker was lost.
@@ -159,7 +152,7 @@ class Run:
                 self.begin(self.seats[worker])
         if not self.is_fixed:
             for worker in self.seats.keys() - set(workers):
-                self.requeue(self.seats.pop(worker).tasks)
+                self.schedule.requeue(self.seats.pop(worker).tasks)
 
     def begin(self, seat: Seat) -> None:
         seat.state, seat.heard, seat.tasks = "starting", self.clock(), []
@@ -174,84 +167,9 @@ class Run:
         for depth in range(1, 3):
             for seat in self.seats.values():
                 if seat.state == "ready" and len(seat.tasks) < min(depth, seat.worker.depth):
-                    task = self.next_task(seat)
+                    task = self.schedule.next_task(seat)
                     if task is not None:
                         self.give(seat, task)
-
-    def next_task(self, seat: Seat) -> Task | None:
-        """Return the next block of prompts, the load of the models, the next chunk, or a copy of a late chunk."""
-        # Images may have arrived late, or from a copy, while their chunk waits.
-        unfinished = (task for task in self.waiting if any(image.number in self.missing for image in task.images))
-        suitable = (task for task in unfinished if seat.worker not in task.avoid or not self.others(seat, task))
-        task = next(suitable, None)
-        if self.should_encode(task):
-            size = min(self.block, len(self.unencoded))
-            self.block = min(2 * self.block, LARGEST_BLOCK)
-            return Task("encode", prompts=tuple(self.unencoded.popleft() for _ in range(size)))
-        if not seat.loaded:
-            return Task("load") if not seat.tasks and self.may_load(seat) else None
-        if task is None:
-            return None if seat.tasks else self.copy(seat)
-        images = tuple(image for image in task.images if image.number in self.missing)
-        if not self.are_encoded(images):
-            return None
-        self.waiting.remove(task)
-        size = seat.limit or len(images)
-        if images[size:]:
-            self.waiting.appendleft(Task("generate", images[size:], avoid=task.avoid))
-        return Task("generate", images[:size], avoid=task.avoid)
-
-    def others(self, seat: Seat, task: Task) -> bool:
-        """Whether a worker other than that of `seat` can do a task and has not failed with it."""
-        return any(
-            other is not seat and other.state in ("starting", "ready") and other.worker not in task.avoid
-            for other in self.seats.values()
-        )
-
-    def should_encode(self, task: Task | None) -> bool:
-        """Whether to encode a block now: when prompts of the next chunk are missing, or soon will be."""
-        if not self.unencoded or any(other.name == "encode" for seat in self.seats.values() for other in seat.tasks):
-            return False
-        if task is None or not self.are_encoded(task.images):
-            return True
-        # All workers would wait for the block at the same time, so it is encoded while half of the last one is left.
-        ahead = sum(1 for prompt in self.texts if prompt is not None)
-        return len(self.seats) > 1 and ahead <= self.block / 4
-
-    def are_encoded(self, images: Sequence[ImageSpec]) -> bool:
-        missing = (image for image in images if image.number in self.missing)
-        return None in self.texts and all(self.prompts[image.prompt] in self.texts for image in missing)
-
-    def may_load(self, seat: Seat) -> bool:
-        """Whether no other worker of the machine is loading, or only one that has been silent for long."""
-        now = self.clock()
-        return seat.worker.machine is None or not any(
-            other.worker.machine == seat.worker.machine and now - other.heard < self.limits.turn
-            for other in self.seats.values()
-            if other is not seat and other.tasks and (other.is_loading or other.tasks[0].name == "load")
-        )
-
-    def copy(self, seat: Seat) -> Task | None:
-        """Return a copy of the chunk with the latest expected end, among those that `seat` could finish earlier."""
-        slowest = max((other.pace for other in self.seats.values() if other.pace is not None), default=None)
-        if slowest is None:
-            return None
-        running = [task for other in self.seats.values() for task in other.tasks if task.name == "generate"]
-        copies = Counter(image.number for task in running for image in task.images)
-        latest, end = None, 0.0
-        for other in self.seats.values():
-            # Seconds until the other worker has finished a task and all tasks before it.
-            left = 0.0
-            for task in other.tasks:
-                expected = (other.pace or slowest) * len(task.images)
-                # A chunk that is overdue by t seconds is expected to take another t seconds.
-                left = abs(expected - (self.clock() - task.given)) if task is other.tasks[0] else left + expected
-                images = tuple(image for image in task.images if image.number in self.missing)[: seat.limit]
-                if not images or any(copies[image.number] > 1 for image in images) or seat.worker in task.avoid:
-                    continue
-                if left > max(end, (seat.pace or slowest) * len(images)):
-                    latest, end = Task("generate", images, avoid=task.avoid), left
-        return latest
 
     def give(self, seat: Seat, task: Task) -> None:
         task.given = self.clock()
@@ -269,20 +187,11 @@ class Run:
         elif task.name == "generate":
             seat.together = max(seat.together, len(task.images))
             prompts = [self.prompts[image.prompt] for image in task.images]
-            texts = {prompt: self.texts[prompt] for prompt in prompts}
+            texts = {prompt: self.schedule.texts[prompt] for prompt in prompts}
             if not seat.has_negative:
-                seat.has_negative, texts[None] = True, self.texts[None]
+                seat.has_negative, texts[None] = True, self.schedule.texts[None]
             arguments = list(map(tuple, task.images)), prompts, texts, self.inputs(task.images)
         seat.worker.send(task.name, self.number, task.number, *arguments)
-
-    def requeue(self, tasks: Sequence[Task], avoid: Worker | None = None) -> None:
-        """Put tasks back to the front. If `avoid` is given, another worker gets them if there is one."""
-        for task in reversed(tasks):
-            if task.name == "encode":
-                self.unencoded.extendleft(prompt for prompt in reversed(task.prompts) if prompt not in self.texts)
-            elif task.name == "generate":
-                workers = task.avoid if avoid is None else task.avoid | {avoid}
-                self.waiting.appendleft(Task("generate", task.images, avoid=workers))
 
     def handle(self, now: float, worker: Any, birth: int, run: int, name: str, *values: Any) -> Iterator[Generated]:
         """Handle an event. Yields finished images, also of a worker that was lost since, and of copies."""
@@ -306,7 +215,7 @@ class Run:
         if name == "begun":
             seat.is_loading = True
         elif name == "text":
-            self.texts.setdefault(values[0], values[1])
+            self.schedule.texts.setdefault(values[0], values[1])
         elif name == "step" and self.on_step is not None:
             self.on_step(worker, *values)
         elif name == "done":
@@ -344,7 +253,7 @@ class Run:
         return task
 
     def finish(self, seat: Seat | None, name: str, number: int, content: Any) -> Iterator[Generated]:
-        image = self.missing.pop(number, None)
+        image = self.schedule.finish(number)
         if image is None:
             return
         if isinstance(content, dict) and "failed" in content:
@@ -354,10 +263,6 @@ class Run:
             self.finished[name] += 1
             if seat is not None:
                 seat.strikes = 0
-        prompt = self.prompts[image.prompt]
-        self.unfinished[prompt] -= 1
-        if not self.unfinished[prompt]:
-            self.texts.pop(prompt, None)
         yield image, content
 
     def fail(self, seat: Seat, number: int, kind: str, text: str, error: BaseException | str) -> Iterator[Generated]:
@@ -374,14 +279,14 @@ class Run:
             return
         elif kind == "driver" or task is None or task.name != "generate":
             # It cannot use its device, load or encode. Another worker may.
-            self.requeue(tasks)
+            self.schedule.requeue(tasks)
             self.leave_out(seat, error)
         elif kind == "memory":
             half = max(1, len(task.images) // 2)
             logger.warning("batch: memory ran out on %s with %d images at once", seat.worker.name, len(task.images))
             seat.limit, seat.strikes = min(half, seat.limit or half), seat.strikes + (len(task.images) == 1)
             halves = [Task("generate", part, avoid=task.avoid) for part in (task.images[:half], task.images[half:])]
-            self.requeue([part for part in halves if part.images])
+            self.schedule.requeue([part for part in halves if part.images])
             if seat.strikes > STRIKES:
                 self.leave_out(seat, error)
         else:
@@ -395,9 +300,9 @@ class Run:
         if is_of_job or self.failures >= FAILURES:
             self.error = error
         elif len(task.images) > 1:
-            self.requeue([Task("generate", (image,), avoid=task.avoid) for image in task.images])
-        elif self.others(seat, Task("", avoid=task.avoid | {seat.worker})):
-            self.requeue([task], seat.worker)
+            self.schedule.requeue([Task("generate", (image,), avoid=task.avoid) for image in task.images])
+        elif self.schedule.others(seat, Task("", avoid=task.avoid | {seat.worker})):
+            self.schedule.requeue([task], seat.worker)
             # A broken device fails faster than the others generate, so it would get the most images.
             seat.strikes += 1
             if seat.strikes >= STRIKES:
@@ -411,18 +316,18 @@ class Run:
         """A worker was lost: its process has ended, its driver has failed, or it was silent. It is started again."""
         current, *further = seat.tasks or [Task("")]
         seat.tasks, seat.strikes = [], seat.strikes + 1
-        self.requeue(further)
+        self.schedule.requeue(further)
         lost_images = [image for image in current.images if image.number in self.missing]
         self.losses.update(image.number for image in lost_images)
         reason = f"{seat.worker.name}: {reason}"
         if all(self.losses[image.number] == 1 for image in lost_images):
-            self.requeue([current], seat.worker)
+            self.schedule.requeue([current], seat.worker)
             lost_images = []
         for image in lost_images:
             text = f"image {image.number} was lost with its worker {LOSSES} times, the last time because of {reason}"
             if self.losses[image.number] < LOSSES:
                 # It may be the reason, so the other images come first, and each of these alone.
-                self.waiting.append(Task("generate", (image,), avoid=current.avoid | {seat.worker}))
+                self.schedule.waiting.append(Task("generate", (image,), avoid=current.avoid | {seat.worker}))
             elif self.finished:
                 yield from self.finish(None, seat.worker.name, image.number, {"failed": text})
             else:
@@ -439,7 +344,7 @@ class Run:
     def leave_out(self, seat: Seat, error: BaseException) -> None:
         logger.error("batch: %s is left out: %s", seat.worker.name, first_line(error))
         self.reason, seat.state = self.reason or error, "out"
-        self.requeue(seat.tasks)
+        self.schedule.requeue(seat.tasks)
         seat.tasks = []
         seat.worker.cancel(self.number)
         self.on_left_out(seat.worker, error)
@@ -461,5 +366,5 @@ class Run:
             yield from self.lose(seat, f"silent for {now - seat.heard:.0f} s")
             return
         logger.warning("batch: %s hangs; it gets no more images until it responds", seat.worker.name)
-        self.requeue(seat.tasks)
+        self.schedule.requeue(seat.tasks)
         seat.tasks, seat.state = [], "hanging"

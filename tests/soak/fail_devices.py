@@ -38,7 +38,7 @@ from sana_core.batch import batch_size  # noqa: E402
 from sana_core.batch.pipeline import Models, SamplingSettings, prepare, resolve_settings  # noqa: E402
 from sana_core.batch.pipeline import load_models as real_load_models  # noqa: E402
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images  # noqa: E402
-from sana_core.engine import body, loop  # noqa: E402
+from sana_core.engine import body, loop, schedule  # noqa: E402
 from sana_core.engine.local import generate_local  # noqa: E402
 from sana_core.engine.worker import LIMITS  # noqa: E402
 from sana_core.errors import first_line  # noqa: E402
@@ -136,7 +136,7 @@ def fail_at_random(source: random.Random) -> Counter[str]:
         began = time.monotonic()
         try:
             with (
-                mock.patch.object(loop, "FIRST_BLOCK", FIRST_BLOCK),
+                mock.patch.object(schedule, "FIRST_BLOCK", FIRST_BLOCK),
                 mock.patch.object(batch_size, "SHARE", share),
             ):
                 for image, pixels in generate_local(

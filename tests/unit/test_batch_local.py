@@ -16,7 +16,7 @@ from sana_core.batch import batch_size
 from sana_core.batch.pipeline import SamplingSettings, encode_text, load_encoder, local_devices, prepare
 from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.checkpoints.load import empty_parameters
-from sana_core.engine import body, loop
+from sana_core.engine import body, loop, schedule
 from sana_core.engine.local import generate_local, make_job
 from sana_core.engine.worker import LIMITS
 
@@ -394,7 +394,7 @@ def test_prompts_of_several_blocks_give_the_same_images(checkpoint, loads, monke
     images = draw_many(checkpoint)
     assert loads == ["load_encoder", "load_models"]
     loads.clear()
-    monkeypatch.setattr(loop, "FIRST_BLOCK", 2)
+    monkeypatch.setattr(schedule, "FIRST_BLOCK", 2)
     some = draw_many(checkpoint, devices, chunk)
     # Blocks of 2, 4 and 5 texts, one of them the negative prompt. Each device loads its models once.
     assert loads.count("load_encoder") == 3 and loads.count("load_models") <= len(devices)
@@ -402,7 +402,7 @@ def test_prompts_of_several_blocks_give_the_same_images(checkpoint, loads, monke
 
 
 def test_with_little_memory_encoder_and_models_are_never_loaded_together(checkpoint, loads, monkeypatch):
-    monkeypatch.setattr(loop, "FIRST_BLOCK", 2)
+    monkeypatch.setattr(schedule, "FIRST_BLOCK", 2)
     monkeypatch.setattr(body, "has_room_for_encoder", lambda *arguments: False)
     with pretend_cards(1):
         some = draw_many(checkpoint, ["cuda:0"])
@@ -452,7 +452,7 @@ def test_prompts_are_encoded_on_the_cpu_when_a_gpu_has_no_memory_for_it(checkpoi
 
 
 def test_a_gpu_that_breaks_while_it_encodes_leaves_the_prompts_to_the_others(checkpoint, monkeypatch):
-    monkeypatch.setattr(loop, "FIRST_BLOCK", 2)
+    monkeypatch.setattr(schedule, "FIRST_BLOCK", 2)
     real, broken = body.encode_text, []
 
     def encode(encoder, prompt, instruction):

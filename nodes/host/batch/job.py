@@ -1,5 +1,4 @@
-"""The description of a batch for workers that load MODEL, VAE and ControlNets from their files: processes of this
-machine, and the machines of a cluster."""
+"""The description of a batch for processes of this machine and machines of a cluster, which load the files again."""
 
 from __future__ import annotations
 
