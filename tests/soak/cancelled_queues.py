@@ -50,9 +50,17 @@ class Spec(NamedTuple):
     lora: float
     control: bool
     seed: int
+    # `devices` of SANA Decode. All devices decode maps in channels-last memory, and one device does not. For the four
+    # positions of these images, MKL on Intel processors has another kernel for each layout: differences up to 3e-6.
+    # SANA Batch Sampler decodes itself.
+    decode: str
 
 
-SPECS = [Spec(*values) for values in itertools.product(WAYS, (0.0, 1.0), (False, True), (1, 2))]
+SPECS = [
+    Spec(*values)
+    for values in itertools.product(WAYS, (0.0, 1.0), (False, True), (1, 2), ("one", "all"))
+    if values[0] != "batch" or values[-1] == "one"
+]
 
 
 def graph_of(spec: Spec, edges: torch.Tensor, on_cards: bool, random: Random, chunk: int = 1) -> dict:
@@ -66,8 +74,7 @@ def graph_of(spec: Spec, edges: torch.Tensor, on_cards: bool, random: Random, ch
         inputs = {name: links[name] for name in ("model", "positive", "negative", "latent_image", "seed")}
         inputs |= {name: links[name] for name in ("steps", "guidance", "sampler")}
         graph["batch"] = ("SanaNodesSampler", inputs)
-        decode = {"samples": ["batch", 0], "vae": ["load", 2], "devices": random.choice(("one", "all"))}
-        graph["decode"] = ("SanaNodesDecode", decode)
+        graph["decode"] = ("SanaNodesDecode", {"samples": ["batch", 0], "vae": ["load", 2], "devices": spec.decode})
         graph["catch image"] = ("Catch", {"value": ["decode", 0], "name": "image"})
     if spec.way == "split":
         graph["split"] = (
@@ -199,10 +206,9 @@ class Soak:
             # A graph whose outputs are cached catches nothing.
             if "image" in caught:
                 difference = (caught["image"].cpu() - self.images[spec]).abs().max()
-                # Differences of up to 1.5e-6 were measured on one machine, and none on others.
-                assert difference <= (1e-5 if cards is None else TOLERANCE), (
-                    f"{label}: {difference} from the right image"
-                )
+                # An encode or a decode that runs out of memory is repeated in other strips, which round differently.
+                is_exact = cards is None and kind != "error"
+                assert difference <= (0.0 if is_exact else TOLERANCE), f"{label}: {difference} from the right image"
             caught.clear()
             shutil.rmtree(self.host.output / "sana_training", ignore_errors=True)
             match random.randrange(20):
