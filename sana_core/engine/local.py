@@ -16,7 +16,7 @@ from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..runtime.text import Json, get_logger
 from .body import Body, Job, pack, unpack
 from .loop import Run
-from .process import processes
+from .process import kill_left_out, processes
 from .switches import read_switches
 from .thread import ThreadWorker
 from .worker import LIMITS, Limits, Worker
@@ -69,6 +69,7 @@ def generate_local(
             texts,
             rows,
             on_step=on_step,
+            on_left_out=kill_left_out,
             limits=limits.compiled() if settings.compiled else limits,
         )
         if report is not None:

@@ -332,13 +332,11 @@ class Run:
                 yield from self.finish(None, seat.worker.name, image.number, {"failed": text})
             else:
                 self.error = ClusterError(f"worker: {text}; see its log, or use a smaller chunk")
-        if seat.worker.can_restart:
-            # Also if it is left out: it may hang, and the next run would wait for it.
-            seat.worker.restart()
         if seat.strikes >= STRIKES or not seat.worker.can_restart:
             self.leave_out(seat, ClusterError(reason))
         else:
             logger.warning("batch: lost %s; it is started again", reason)
+            seat.worker.restart()
             self.begin(seat)
 
     def leave_out(self, seat: Seat, error: BaseException) -> None:

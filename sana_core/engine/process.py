@@ -39,13 +39,15 @@ class ProcessWorker:
         self.name, self.device, self.threads = name, device, threads
         self.events: SimpleQueue[tuple] = SimpleQueue()
         self.process: Any = None
+        # Whether the process was killed. It may take long to end.
+        self.is_killed = False
         # Messages to the process. None ends the thread that sends them.
         self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
         self.birth = 0
 
     def attach(self, events: SimpleQueue[tuple]) -> None:
         self.events = events
-        if self.process is None or not self.process.is_alive():
+        if self.process is None or self.is_killed or not self.process.is_alive():
             self.start()
 
     def start(self) -> None:
@@ -82,7 +84,7 @@ class ProcessWorker:
             # For example, too many processes or open files, or this process is itself a daemon of multiprocessing.
             self.events.put((self, self.birth, 0, "lost", f"its process cannot start ({brief(error)})"))
             return
-        self.process = process
+        self.process, self.is_killed = process, False
 
     def listen(self, connection: Any, process: Any, birth: int) -> None:
         """Pass on the events of a process until it ends."""
@@ -126,6 +128,7 @@ class ProcessWorker:
         """
         if self.process is not None:
             self.process.kill()
+            self.is_killed = True
 
     def leave(self) -> None:
         """Let it release its models if no other run begins soon. It may end its task while the next run begins."""
@@ -178,6 +181,12 @@ class Processes:
         for worker in self.workers:
             if worker.process is not None:
                 worker.process.join(max(0.0, end - time.monotonic()))
+
+
+def kill_left_out(worker: Any, error: BaseException) -> None:
+    """Kill the process of a worker that is left out of a run. If it hangs, the next run would wait for it."""
+    if isinstance(worker, ProcessWorker):
+        worker.kill()
 
 
 @cache

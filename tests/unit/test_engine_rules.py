@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stub_runs import CPU, Work, stub_workers
+from stub_runs import CPU, Work, scaled, stub_workers
 
 from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import ImageSpec, Workload, batch_images, split_into_chunks
@@ -20,6 +20,7 @@ from sana_core.engine.body import Body, pack
 from sana_core.engine.local import make_job
 from sana_core.engine.loop import Run
 from sana_core.engine.thread import ThreadWorker
+from sana_core.errors import ClusterError
 
 TEXTS = {"a": "text", None: "negative"}
 
@@ -336,28 +337,6 @@ def test_processes_that_cannot_end_hold_up_neither_the_loop_nor_the_exit(monkeyp
             worker.process = None
 
 
-def test_a_worker_that_hangs_again_and_again_does_not_hang_in_the_next_run():
-    clock, first, second = Clock(), ScriptedWorker("first"), ScriptedWorker("second")
-
-    def script():
-        while not (first.tasks and second.tasks):
-            yield
-        for _ in range(500):
-            if first.restarts < 3:
-                clock.now += 4
-                second.post("alive")
-                yield
-        first.tasks = []
-        while True:
-            yield
-            if second.tasks:
-                second.finish()
-
-    assert set(collect(make_run([first, second], 8, clock=clock), script())) == set(range(8))
-    # Each time it was killed.
-    assert (first.restarts, second.restarts) == (3, 0)
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux shows it")
 def test_the_latents_of_a_chunk_take_no_memory_for_all_images_of_the_batch(checkpoint):
     """Each of several processes would otherwise have the latents of the whole batch, for each chunk."""
@@ -374,3 +353,18 @@ def test_the_latents_of_a_chunk_take_no_memory_for_all_images_of_the_batch(check
     latents = worker.image_inputs((last,), {"latents": pack(rows)}).latents
     assert latents[last.number].equal(rows[0])
     assert used() - before < 2**28, "a gigabyte for other images"
+
+
+def test_a_worker_that_was_left_out_because_it_hangs_works_in_the_next_run(caplog):
+    limits = scaled(0.005)
+    with stub_workers() as stub, stub.processes.borrow([CPU]) as workers:
+        for _ in range(loop.STRIKES):
+            stub.order("start", "stop")
+        with pytest.raises(ClusterError, match="silent for"):
+            list(Work({}).run(workers, limits, on_left_out=process.kill_left_out).images())
+        assert not stub.pending()
+        caplog.clear()
+        work = Work({})
+        work.check(list(work.run(workers, limits, on_left_out=process.kill_left_out).images()))
+        # No process was lost on the way.
+        assert not caplog.records
