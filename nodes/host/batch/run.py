@@ -17,7 +17,7 @@ from PIL import Image
 from ....sana_core.batch.plan import ImageSpec, Workload, samples_one_by_one
 from ....sana_core.engine.body import pack
 from ....sana_core.engine.loop import Run
-from ....sana_core.engine.process import processes
+from ....sana_core.engine.process import kill_left_out, processes
 from ....sana_core.engine.thread import ThreadWorker
 from ....sana_core.engine.worker import LIMITS
 from ....sana_core.errors import SanaError
@@ -132,6 +132,7 @@ def sample_on_devices(
             texts,
             changed=packed_weights(batch.model, loading),
             on_step=results.on_step,
+            on_left_out=kill_left_out,
             limits=LIMITS.compiled() if is_compiled else LIMITS,
         )
         try:
