@@ -352,12 +352,14 @@ def decode(
     latents: torch.Tensor,
     poll: Poll = no_poll,
     devices: Sequence[torch.device] | None = None,
+    scale: float | None = None,
 ) -> list[torch.Tensor]:
     """Return an image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
 
-    All `devices` decode each image together. None: the device of the autoencoder decodes.
+    `scale` of the latents replaces the scale in the configuration of the autoencoder. All `devices` decode each image
+    together. None: the device of the autoencoder decodes.
     """
-    latents = (latents / autoencoder.config.scaling_factor).to(autoencoder.dtype)
+    latents = (latents / (scale or autoencoder.config.scaling_factor)).to(autoencoder.dtype)
     images = []
     for latent in latents:
         poll()
@@ -370,14 +372,14 @@ def decode(
 
 @torch.no_grad()
 def decode_each(
-    autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Poll = no_poll
+    autoencoder: AutoencoderDC, latents: torch.Tensor, poll: Poll = no_poll, scale: float | None = None
 ) -> list[torch.Tensor | FailedImage]:
     """Decode the latents as `decode` does. Latents or pixels with NaN or infinity become a FailedImage."""
     results: list[torch.Tensor | FailedImage] = []
     for latent in latents[:, None]:
         try:
             check_finite("samples", latent)
-            (pixels,) = decode(autoencoder, latent, poll)
+            (pixels,) = decode(autoencoder, latent, poll, scale=scale)
             check_finite("pixels", pixels[None])
             results.append(pixels)
         except InputError as error:

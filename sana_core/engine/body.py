@@ -130,6 +130,8 @@ class Job(NamedTuple):
     shift: float | None = None
     # The dtype of the autoencoder. None: from the settings' dtype.
     decoder_dtype: str | None = None
+    # The scale of the latents. None: from the autoencoder's checkpoint.
+    latent_scale: float | None = None
     # The settings to store in each image. Images are then returned as PNG files.
     described: Json | None = None
     # A folder that all machines have, and the name of the run that holds its lock. PNG files are then written there,
@@ -341,7 +343,7 @@ class Body:
         for image, prompt, latent in zip(chunk, prompts, latents, strict=True):
             pixels: torch.Tensor | FailedImage | None = None
             if models.autoencoder is not None:
-                (pixels,) = decode_each(models.autoencoder, latent[None], self.stay_alive)
+                (pixels,) = decode_each(models.autoencoder, latent[None], self.stay_alive, job.latent_scale)
             elif not latent.isfinite().all():
                 pixels = FailedImage(NOT_FINITE)
             # Another thread may encode the image. It must not use the device, where a later chunk may fail meanwhile.
