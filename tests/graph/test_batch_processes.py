@@ -23,13 +23,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
 def by_process(host, monkeypatch, node_texts):
     """A function of a graph: what it gives if a process generates all images of its batch.
 
-    The thread of the MODEL's own device takes images and generates none. The process then generates copies of them.
+    The thread of the MODEL's own device is left out at its first images, because its driver fails.
     """
 
     def generate(body, *inputs):
-        while True:
-            body.poll()
-            time.sleep(0.02)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def run(graph):
         with monkeypatch.context() as patch:
@@ -51,9 +49,10 @@ def check(host, by_process):
         expected = host.run(graph, keep_cache=True)
         got = by_process(graph)
         assert expected.keys() == got.keys()
-        assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
+        latents, reference = got["latent"]["samples"], expected["latent"]["samples"]
+        assert torch.equal(latents, reference), (latents - reference).abs().max()
         for name in expected.keys() - {"latent"}:
-            assert torch.equal(got[name], expected[name]), name
+            assert torch.equal(got[name], expected[name]), (name, (got[name] - expected[name]).abs().max())
         return got.get("image")
 
     return run
@@ -142,7 +141,7 @@ def test_controlnets(batch_graph, with_lora, files, check):  # noqa: F811
 
 
 def test_nvidia_s_reference_and_weights_of_eight_bits(batch_graph, check):  # noqa: F811
-    for inputs in ({"reference": "nvidia"}, {"weight_dtype": "fp8_e4m3fn"}, {"resolution": 512}):
+    for inputs in ({"reference": "nvidia"}, {"weight_dtype": "fp8_e4m3fn"}, {"resolution": "512"}):
         graph = batch_graph(count=1)
         graph["load"][1].update(inputs)
         check(graph)
@@ -234,7 +233,7 @@ def test_images_with_nan_cost_no_others(host, batch_graph, by_process, caplog): 
     graph["batch"][1]["positive"] = ["broken", 0]
     got = by_process(graph)["image"]
     assert torch.equal(got[:2], caught["image"][:2]) and not got[2:].any()
-    assert "image 3 (seed 7): samples: got NaN or infinity; sample again in bf16 or fp32; it is black" in caplog.text
+    assert re.search(r"image 3 \(seed 7\): samples: .* NaN or infinit.*; it is black", caplog.text)
 
 
 def test_a_patched_model_is_used_by_the_thread_with_a_line_that_says_why(
@@ -263,8 +262,8 @@ def test_a_patched_model_is_used_by_the_thread_with_a_line_that_says_why(
     lines = node_texts[-1][1].splitlines()
     assert re.fullmatch(r"6 images in [\d.]+ s, [\d.]+ a second: cpu 6", lines[0])
     assert lines[1:] == [
-        "only cpu generates, because of model: got a patch that another process cannot apply "
-        "(disable_cfg1_optimization, sampler_cfg_function); remove it to generate on all devices"
+        "only cpu generates, because of model: got a patch that another process cannot apply (sampler_cfg_function); "
+        "remove it to generate on all devices"
     ]
 
 
@@ -284,7 +283,7 @@ def test_a_file_that_has_changed_since_it_was_loaded(host, batch_graph, single_f
             return {"required": {"model": ("MODEL",)}}
 
         def touch(self, model):
-            os.utime(path, ns=(1, 1))
+            os.utime(path, ns=(time.time_ns(),) * 2)
             return (model,)
 
     host.nodes.NODE_CLASS_MAPPINGS["Touch"] = Touch
@@ -294,7 +293,7 @@ def test_a_file_that_has_changed_since_it_was_loaded(host, batch_graph, single_f
         assert torch.equal(host.run(graph)["image"], expected)
     finally:
         del host.nodes.NODE_CLASS_MAPPINGS["Touch"]
-    assert "the file has changed since it was loaded" in node_texts[-1][1]
+    assert any("the file has changed since it was loaded" in text for _, text in node_texts)
 
 
 def test_a_controlnet_without_a_vae_is_an_error(batch_graph, host, files):  # noqa: F811

@@ -92,6 +92,17 @@ def test_two_workers_draw_the_same_bits_as_one_also_with_a_lora_and_twice(host, 
         assert torch.equal(again["latent"]["samples"], first["latent"]["samples"])
 
 
+def test_seeds_count_from_the_place_of_the_latent_in_its_batch(host, base_graph, batch_graph, alone):
+    graph = batch_graph(count=2)
+    graph["empty"][1]["batch_size"] = 3
+    graph["pick"] = ("LatentFromBatch", {"samples": ["empty", 0], "batch_index": 2, "length": 1})
+    graph["batch"][1]["latent_image"] = ["pick", 0]
+    caught = host.run(graph)
+    assert caught["latent"]["batch_index"] == [2, 3, 2, 3] and caught["latent"]["sana_seed"] == 7
+    for index, picture in enumerate(caught["image"]):
+        assert torch.equal(picture, alone(base_graph, PROMPTS.splitlines()[index // 2], 9 + index % 2))
+
+
 def test_without_a_vae_there_is_a_latent_and_no_image(host, batch_graph):
     graph = batch_graph()
     del graph["batch"][1]["vae"], graph["catch image"]

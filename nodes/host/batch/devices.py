@@ -20,7 +20,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.batch.batch_size import images_that_fit
 from ....sana_core.batch.plan import Chunk, ImageSpec, sampled_together
-from ....sana_core.engine.body import PREVIEW
+from ....sana_core.engine.body import ALIVE, PREVIEW
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import SPRINT, Architecture
 from ....sana_core.model.latents import DOWNSCALE
@@ -29,7 +29,7 @@ from ....sana_core.runtime.cancellation import Poll, Polled
 from ....sana_core.runtime.text import get_logger
 from ..compat.patches import SPLIT
 from ..folders import TWO_WORKERS
-from ..loading.controlnet import control_on
+from ..loading.controlnet import SanaControlNet, control_on
 from ..loading.vae import SanaAutoencoder, decode_loaded, load_for_decode
 from ..report import Notes
 from ..sampling.core_nodes import BATCH_NOTES
@@ -98,14 +98,23 @@ def pick_prompts(conditioning: list, prompts: list[int]) -> list:
     return picked
 
 
-def with_controls(conditioning: list, device: torch.device, hints: dict[int, torch.Tensor]) -> list:
-    """Return a CONDITIONING with copies of its ControlNets on `device`, which have their `hints`."""
-    moved = []
-    for embeds, options in conditioning:
-        if options.get("control") is not None:
-            options = {**options, "control": control_on(options["control"], device, hints)}
-        moved.append([embeds, options])
-    return moved
+def with_controls(batch: BatchInputs, hints: dict[int, torch.Tensor]) -> BatchInputs:
+    """Return `batch` with copies of its ControlNets, which are on the MODEL's device and have their `hints`."""
+    # ComfyUI computes prompts with the same object in one batch.
+    copies: dict[int, SanaControlNet] = {}
+
+    def replace(conditioning: list) -> list:
+        replaced = []
+        for embeds, options in conditioning:
+            control = options.get("control")
+            if control is not None:
+                if id(control) not in copies:
+                    copies[id(control)] = control_on(control, batch.model.load_device, hints)
+                options = {**options, "control": copies[id(control)]}
+            replaced.append([embeds, options])
+        return replaced
+
+    return batch._replace(positive=replace(batch.positive), negative=replace(batch.negative))
 
 
 def listed_models() -> list[ModelPatcher]:
@@ -146,7 +155,16 @@ class CanvasBody:
         post: Callable[..., None],
         poll: Poll,
     ) -> None:
-        self.batch, self.loading, self.post, self.poll = batch, loading, post, poll
+        posted = time.monotonic()
+
+        def stay_alive() -> None:
+            nonlocal posted
+            poll()
+            if time.monotonic() - posted > ALIVE:
+                posted = time.monotonic()
+                post("alive")
+
+        self.batch, self.loading, self.post, self.poll = batch, loading, post, stay_alive
         self.device, self.model = batch.model.load_device, batch.model.clone()
         # SANA Split Image makes several devices compute an image together. Here each device computes its own images.
         self.model.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
@@ -170,7 +188,7 @@ class CanvasBody:
                 return prepared
 
         def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            with Polled(poll):
+            with Polled(stay_alive):
                 return executor(*args, **kwargs)
 
         self.model.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare_sampling)

@@ -110,6 +110,7 @@ def describe_job(
         resolution=resolution,
         shift=plain_shift(model, reader),
         decoder_dtype=decoder_dtype,
+        latent_scale=model.model.latent_format.scale_factor,
         latents=True,
         init=init_image(batch, reader),
         controls=describe_controls(batch, hints, reader),

@@ -114,9 +114,8 @@ def sample_on_devices(
     loading = threading.Lock()
     threads = []
     if devices[0] == own_device:
-        positive, negative = (with_controls(part, own_device, hints) for part in (batch.positive, batch.negative))
-        inputs = batch._replace(positive=positive, negative=negative)
-        threads.append(ThreadWorker(str(own_device), own_device, partial(CanvasBody, inputs, notes, loading)))
+        body = partial(CanvasBody, with_controls(batch, hints), notes, loading)
+        threads.append(ThreadWorker(str(own_device), own_device, body))
     for device in set(devices) - {own_device}:
         clear_device(device)
     height, width = (side * DOWNSCALE for side in batch.latent["samples"].shape[2:])
