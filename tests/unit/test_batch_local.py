@@ -220,9 +220,14 @@ def test_an_interrupt_while_devices_load_waits_for_none(checkpoint, monkeypatch,
         if started.wait(60):
             signal.raise_signal(signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        list(generate_local(request_of(checkpoint, CPUS)))
+    # Shells start a program in the background without a handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            list(generate_local(request_of(checkpoint, CPUS)))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not worker_threads()
 
 
