@@ -106,6 +106,44 @@ def test_a_lora_on_and_off_and_on(batch_graph, with_lora, check):  # noqa: F811
     assert torch.equal(first, again) and not torch.equal(first, plain)
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_lora_that_the_device_cannot_merge_now(host, with_lora, by_process, monkeypatch, caplog, failures):  # noqa: F811
+    """A GPU without memory leaves it to the CPU. If that fails too, the process is left out and the thread goes on."""
+    job, calls = pack("nodes.host.batch.job"), []
+    real = job.changed_weights
+
+    def changed_weights(*args):
+        calls.append(args)
+        if len(calls) <= failures:
+            raise torch.OutOfMemoryError("fake")
+        return real(*args)
+
+    expected = host.run(with_lora(), keep_cache=True)["image"]
+    monkeypatch.setattr(job, "changed_weights", changed_weights)
+    # Another strength makes another revision.
+    graph = with_lora()
+    graph["lora"][1]["strength_model"] = 0.5
+    if failures == 1:
+        changed = by_process(graph)["image"]
+        assert not torch.equal(changed, expected)
+    else:
+        body = pack("nodes.host.batch.devices").CanvasBody
+        generate = body.generate
+
+        def generate_later(self, *inputs):
+            while len(calls) < 2:
+                self.poll()
+                time.sleep(0.02)
+            generate(self, *inputs)
+
+        monkeypatch.setattr(body, "generate", generate_later)
+        graph["batch"][1]["devices"] = TWO
+        changed = host.run(graph, keep_cache=True)["image"]
+        assert "cpu #2 is left out: OutOfMemoryError: fake" in caplog.text
+    graph["batch"][1]["devices"] = "default"
+    assert torch.equal(host.run(graph, keep_cache=True)["image"], changed) and len(calls) == 2
+
+
 def test_guidance_patches_and_another_shift(batch_graph, check):  # noqa: F811
     plain = check(batch_graph(count=1))
     images = []

@@ -22,6 +22,7 @@ from ....sana_core.errors import InputError
 from ....sana_core.model.forward import longest_prompt
 from ....sana_core.model.known_models import MAX_TOKENS, SPRINT
 from ....sana_core.model.latents import DOWNSCALE
+from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..compat.internals import check_files, loaded_from, path_of
 from ..compat.patches import INTERVAL, PERTURBED, WEIGHTS, staying
 from ..loading.controlnet import SanaControlNet, encode_hints
@@ -230,12 +231,13 @@ def has_changed_weights(model: ModelPatcher) -> bool:
     return bool(model.patches) or any(weight.itemsize == 1 for weight in model.model.diffusion_model.parameters())
 
 
-def changed_weights(model: ModelPatcher) -> Iterator[tuple[str, torch.Tensor]]:
+def changed_weights(model: ModelPatcher, device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the transformer's weights that LoRAs change or that have eight bits, by diffusers' names.
 
-    They have the values and the dtype with which this machine would generate.
+    They have the values and the dtype with which this machine would generate. `device` merges LoRAs, by default the
+    device of the MODEL.
     """
-    device, model_dtype = model.load_device, model.model.get_dtype_inference()
+    device, model_dtype = device or model.load_device, model.model.get_dtype_inference()
     for key, ((weight, convert), *patches) in model.get_key_patches(WEIGHTS).items():
         if patches:
             dtype = comfy.model_management.lora_compute_dtype(device)
@@ -255,6 +257,13 @@ def packed_weights(model: ModelPatcher, loading: AbstractContextManager[Any]) ->
 
     def changed() -> dict[str, Packed]:
         with loading, torch.no_grad():
-            return {name: pack(weight) for name, weight in changed_weights(model)}
+            try:
+                return {name: pack(weight) for name, weight in changed_weights(model)}
+            except RuntimeError as error:
+                if not (is_out_of_memory(error) or is_driver_error(error)):
+                    raise
+                release_memory_of(error, model.load_device)
+            # Without the memory of the GPU, which the images need. The result is the same except for rounding.
+            return {name: pack(weight) for name, weight in changed_weights(model, torch.device("cpu"))}
 
     return changed
