@@ -48,7 +48,7 @@ class Actor:
 
         self.body: Any = None
         self.threads = 1
-        # Of the present call: its run, its task, its events, how many events it had, and what it is doing.
+        # Of the present call: its run, its task, its events, how many events it had, and its phase.
         self.run = self.task = self.count = 0
         self.events: list[tuple] = []
         self.phase = "alive"
@@ -72,7 +72,7 @@ class Actor:
 
     @ray.method(concurrency_group="status")
     def answer(self) -> tuple[int, int, str]:
-        """Return the task of the present call or 0, how many events it had, and the event for what it is doing."""
+        """Return the task of the present call or 0, how many events it had, and the event of its phase."""
         return self.task, self.count, self.phase
 
     @ray.method(concurrency_group="status")

@@ -197,7 +197,7 @@ class Body:
         self.encoder_device = self.device
 
     def stay_alive(self) -> None:
-        """Poll, and let the loop know now and then that this long task goes on."""
+        """Poll, and post a sign of life now and then."""
         self.poll()
         if time.monotonic() - self.posted > ALIVE:
             self.posted = time.monotonic()

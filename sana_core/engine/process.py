@@ -217,7 +217,7 @@ def hidden_main() -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """A context in which a new process ignores Ctrl+C until it says what to do about it. Windows has no such masks."""
+    """A context in which a new process ignores Ctrl+C until it sets a handler. Windows has no such masks."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -17,7 +17,7 @@ FIRST_BLOCK, LARGEST_BLOCK = 16, 512
 class Schedule:
     """The chunks and prompts that no worker has, and the embeddings that images need.
 
-    `seats` are those of the run, which change while it runs. `turn` is the limit of that name, and `clock` gives the
+    `seats` has the workers of the run, which change while it runs. `turn` is the limit of that name. `clock` gives the
     present time.
     """
 
@@ -65,7 +65,7 @@ class Schedule:
         return Task("generate", images[:size], avoid=task.avoid)
 
     def others(self, seat: Seat, task: Task) -> bool:
-        """Whether a worker other than that of `seat` can do a task and has not failed with it."""
+        """Whether another worker can do a task of `seat` and has not failed with it."""
         return any(
             other is not seat and other.state in ("starting", "ready") and other.worker not in task.avoid
             for other in self.seats.values()
@@ -104,16 +104,19 @@ class Schedule:
         latest, end = None, 0.0
         for other in self.seats.values():
             # Seconds until the other worker has finished a task and all tasks before it.
-            left = 0.0
+            seconds_left = 0.0
             for task in other.tasks:
                 expected = (other.pace or slowest) * len(task.images)
                 # A chunk that is overdue by t seconds is expected to take another t seconds.
-                left = abs(expected - (self.clock() - task.given)) if task is other.tasks[0] else left + expected
+                if task is other.tasks[0]:
+                    seconds_left = abs(expected - (self.clock() - task.started))
+                else:
+                    seconds_left += expected
                 images = tuple(image for image in task.images if image.number in self.missing)[: seat.limit]
                 if not images or any(copies[image.number] > 1 for image in images) or seat.worker in task.avoid:
                     continue
-                if left > max(end, (seat.pace or slowest) * len(images)):
-                    latest, end = Task("generate", images, avoid=task.avoid), left
+                if seconds_left > max(end, (seat.pace or slowest) * len(images)):
+                    latest, end = Task("generate", images, avoid=task.avoid), seconds_left
         return latest
 
     def requeue(self, tasks: Sequence[Task], avoid: Worker | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Switches of torch that change the speed or the last bits of results. Another process gets those of the first one.
+"""Switches of torch that change the speed or the last bits of results. A worker process gets those of its parent.
 
 The environment needs no such copy, because a process inherits it.
 """

@@ -5,7 +5,7 @@ A worker is a thread, a process or an actor, see `Worker`. Its events are the on
     (worker, birth, run, name, ...)     `birth` counts how often the worker was started, `run` is the number of the run
     begun                               it has ended the last run, and looks at the job
     loading                             it reads the models within another task
-    alive                               it has work, and goes on with it
+    alive                               it still works on a task
     text, prompt, embedding             an encoded prompt; None is the negative prompt
     step, number, sigma, latents, images
     image, number, content              a finished image, or {"failed": reason}
@@ -91,7 +91,7 @@ class Task:
     avoid: frozenset[Any] = frozenset()
     number: int = field(default_factory=itertools.count(1).__next__)
     # When a worker got it, or had finished the tasks before it.
-    given: float = 0.0
+    started: float = 0.0
 
 
 @dataclass(eq=False)
@@ -133,5 +133,7 @@ def rebuild(kind: str, text: str, name: str) -> BaseException:
     """Return the error of another process from the name of its class, which may be one of errors.py, and its text."""
     if kind == "memory":
         return torch.OutOfMemoryError(text)
-    found = getattr(errors, name, None)
-    return found(text) if isinstance(found, type) and issubclass(found, SanaError) else RuntimeError(text)
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, SanaError):
+        return error_class(text)
+    return RuntimeError(text)

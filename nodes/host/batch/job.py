@@ -48,7 +48,7 @@ FLOW = {
 
 
 class Reader(NamedTuple):
-    """Who loads the files, for messages to the user, and what the user can do about an input that it cannot use."""
+    """The program that loads the files, and the user's remedy for an input that it cannot use."""
 
     name: str
     remedy: str
