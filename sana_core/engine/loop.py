@@ -182,7 +182,13 @@ class Run:
         elif task.name == "encode":
             arguments = (task.prompts,)
         elif task.name == "load" and seat.lacks_weights:
-            for name, weight in self.changed().items():
+            try:
+                weights = self.changed()
+            except Exception as error:
+                # For example, they are on a GPU that has failed. Workers with these weights go on.
+                self.leave_out(seat, error.with_traceback(None))
+                return
+            for name, weight in weights.items():
                 seat.worker.send("weight", self.number, 0, name, weight)
         elif task.name == "generate":
             seat.together = max(seat.together, len(task.images))
