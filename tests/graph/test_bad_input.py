@@ -186,5 +186,5 @@ def test_the_host_shows_the_class_of_an_error_without_a_path(host, base_graph):
     for kind in family:
         family += kind.__subclasses__()
     names = {host.execution.full_type_name(kind) for kind in family[1:]}
-    assert {"CheckpointError", "ChunkLostError", "EncoderError"} <= names
+    assert {"CheckpointError", "EncoderError"} <= names
     assert all(name.isidentifier() for name in names), names

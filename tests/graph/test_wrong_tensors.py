@@ -86,7 +86,8 @@ def test_a_batch_whose_decoder_overflows_names_its_images(host):
         vae.first_stage_model.decoder.conv_out.bias.fill_(float("inf"))
     graph = base("SanaNodesBatchSampler", vae=["value", 0], count=3)
     graph["value"] = ("AnyValue", {"value": vae})
-    with pytest.raises(NodeError, match="^image: [0-9]+ of [0-9]+ values are NaN or infinite, the first in image 0, "):
+    expected = r"^model: all 3 images failed \(image 1 \(seed 3\): image: [0-9]+ of [0-9]+ values are NaN or infinite, "
+    with pytest.raises(NodeError, match=expected):
         host.run(graph)
 
 
