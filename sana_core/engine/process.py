@@ -79,7 +79,7 @@ class ProcessWorker:
                 (self.listen, connection, process, self.birth),
                 (self.speak, connection, self.outbox),
             ):
-                threading.Thread(target=work, args=arguments, name=f"sana {self.name}", daemon=True).start()
+                threading.Thread(target=work, args=arguments, name=f"sana process {self.name}", daemon=True).start()
         except Exception as error:
             # For example, too many processes or open files, or this process is itself a daemon of multiprocessing.
             self.events.put((self, self.birth, 0, "lost", f"its process cannot start ({brief(error)})"))
