@@ -133,7 +133,7 @@ def batch_figures():
     assert max(faults["longest silence, s"], key=faults["longest silence, s"].get) == "stop_actor"
     yield f"| two workers of speeds 3:1, share of the ideal | {figures['unequal']['share_of_ideal']} |"
     yield f"| what the queue adds to chunks of 1 s | {100 * figures['overhead']['overhead']:.2f} % |"
-    yield f"512, 256, 128 px | x{speedup[512]:.2f}, x{speedup[256]:.2f}, x{speedup[128]:.2f} |"
+    yield f"256, 128 px | x{speedup[256]:.2f}, x{speedup[128]:.2f} |"
     yield f"| the same at 128 px with two processes of Ray | x{figures['ray_speedup']['speedup']:.2f} |"
     simulation = figures["simulation"]
     efficiency = simulation["efficiency"]
