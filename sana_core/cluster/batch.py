@@ -13,7 +13,7 @@ from ..batch.plan import FailedImage, Generated, Workload, stop_if_all_fail
 from ..batch.progress import OnStatus, WorkerReport, no_status
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import fingerprint
-from ..engine.body import Job, pack
+from ..engine.body import Job, pack_texts
 from ..engine.loop import Run
 from ..engine.switches import read_switches
 from ..engine.worker import LIMITS
@@ -95,8 +95,7 @@ def generate_with(
     chunks = workload.split(settings.width, settings.height, max(1, gpus))
     texts: dict[Any, Any] = {}
     if workload.encoded is not None:
-        texts = {prompt: [pack(part) for part in text] for prompt, text in workload.encoded[0].items()}
-        texts[None] = [pack(part) for part in workload.encoded[1]]
+        texts = pack_texts(*workload.encoded)
     limits = LIMITS._replace(grace=cluster.grace, first=LIMITS.first / LIMITS.grace * cluster.grace)
     fleet = Fleet(run, len(chunks), f"{settings.width} x {settings.height}")
     loop = Run(

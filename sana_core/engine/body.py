@@ -90,6 +90,11 @@ def unpack(packed: Packed) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
+def pack_texts(texts: Mapping[Any, Embedding], negative: Embedding) -> dict[Any, list[Packed]]:
+    """Return packed embeddings by prompt, and the negative embedding as None, as the loop needs them."""
+    return {prompt: list(map(pack, text)) for prompt, text in [*texts.items(), (None, negative)]}
+
+
 class ControlSpec(NamedTuple):
     """A ControlNet and its image. A job has the plain values of this tuple."""
 

@@ -27,7 +27,7 @@ class Cancelled(BaseException):
 
 
 def import_package(folder: str) -> None:
-    """Import the package in `folder` under its name, without a change of sys.path.
+    """Import the package in `folder` under its name, without a change of the import path.
 
     The folder above it has files with the names of modules of ComfyUI.
     """

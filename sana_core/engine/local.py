@@ -14,7 +14,7 @@ from ..batch.plan import Chunk, FailedImage, Generated, Step, stop_if_all_fail
 from ..batch.progress import WorkerReport
 from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..runtime.text import Json, get_logger
-from .body import Body, Job, pack, unpack
+from .body import Body, Job, pack, pack_texts, unpack
 from .loop import Run
 from .process import kill_left_out, processes
 from .switches import read_switches
@@ -48,8 +48,7 @@ def generate_local(
         return
     texts: dict[Any, Any] = {}
     if workload.encoded is not None:
-        texts = {prompt: [pack(part) for part in text] for prompt, text in workload.encoded[0].items()}
-        texts[None] = [pack(part) for part in workload.encoded[1]]
+        texts = pack_texts(*workload.encoded)
     latents, callback = workload.inputs.latents, workload.inputs.callback
 
     def rows(images: Chunk) -> Json:
@@ -115,7 +114,7 @@ def make_job(request: Request, described: Json | None) -> Job:
 
 
 def revision_of(checkpoint: Checkpoint) -> list[Any]:
-    """Return what changes with the content of a checkpoint: the sizes and times of its weights, and its settings.
+    """Return the sizes and times of a checkpoint's weights, and its settings. They change with its content.
 
     Tokenizers are read again for each block of prompts.
     """

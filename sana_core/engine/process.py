@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from ..runtime.text import brief, get_logger
+from ..runtime.text import brief
 
-logger = get_logger(__name__)
 PACKAGE = Path(__file__).parents[1]
 # Seconds that killed processes may take to end.
 END_TIMEOUT = 5.0
@@ -141,7 +140,7 @@ class Processes:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.workers: list[ProcessWorker] = []
-        # Those that no run uses now.
+        # Workers that no run uses now.
         self.idle: list[ProcessWorker] = []
         # multiprocessing would wait for ever for a stopped process.
         atexit.register(self.end)

@@ -89,6 +89,3 @@ class ThreadWorker:
     def leave(self) -> None:
         if self.thread is not None:
             self.thread.join(JOIN_TIMEOUT)
-
-    def restart(self) -> None:
-        raise NotImplementedError

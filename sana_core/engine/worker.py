@@ -74,7 +74,7 @@ class Worker(Protocol):
         """End the tasks of this run and of earlier ones soon."""
 
     def restart(self) -> None:
-        """Kill it, and start it again."""
+        """Kill it, and start it again. Only called if `can_restart`."""
 
     def leave(self) -> None:
         """The run has ended. Waits until the worker has ended its task, if it is a thread of this process."""

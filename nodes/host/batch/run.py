@@ -15,7 +15,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 
 from ....sana_core.batch.plan import ImageSpec, Workload, samples_one_by_one
-from ....sana_core.engine.body import pack
+from ....sana_core.engine.body import pack_texts
 from ....sana_core.engine.loop import Run
 from ....sana_core.engine.process import kill_left_out, processes
 from ....sana_core.engine.thread import ThreadWorker
@@ -104,9 +104,9 @@ def sample_on_devices(
     texts: dict[int | None, object] = dict.fromkeys([None, *range(batch.prompts)])
     if devices != [own_device]:
         try:
-            described, (prompts, negative_prompt) = describe_job(batch, hints, PROCESS)
+            described, encoded = describe_job(batch, hints, PROCESS)
             job = described.pack()
-            texts = {number: list(map(pack, text)) for number, text in [(None, negative_prompt), *prompts.items()]}
+            texts = pack_texts(*encoded)
         except SanaError as error:
             notes.add(f"only {own_device} generates, because of {error}")
             devices = [own_device]
