@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -36,20 +35,17 @@ def describe_code(folder: Path) -> dict[str, str]:
     return {CODE: digest.hexdigest()[:12], **{name: version(name) for name in LIBRARIES}}
 
 
-class Cancelled(BaseException):
-    """The driver has cancelled the run. No Exception, because loading turns exceptions into errors of files."""
-
-
 class Actor:
     """A Body of engine/body.py, with counts for Ray's metrics, which Prometheus can read on each machine."""
 
     def __init__(self) -> None:
         from ray.util import metrics
 
-        self.body: Any = None
+        # The TaskRunner of engine/child.py.
+        self.runner: Any = None
         self.threads = 1
-        # Of the present call: its run, its task, its events, how many events it had, and its phase.
-        self.run = self.task = self.count = 0
+        # Of the present call: its task, its events, how many events it had, and its phase.
+        self.task = self.count = 0
         self.events: list[tuple] = []
         self.phase = "alive"
         # Runs up to this number are cancelled.
@@ -80,10 +76,6 @@ class Actor:
         """End the work for this run and for earlier ones within a step."""
         self.cancelled = run
 
-    def poll(self) -> None:
-        if self.run <= self.cancelled:
-            raise Cancelled
-
     def post(self, name: str, *values: Any) -> None:
         """Keep an event until the call ends. Signs of life are counted, and `answer` returns the latest one."""
         self.count += 1
@@ -97,38 +89,44 @@ class Actor:
         if name not in ("begun", "loading", "step"):
             self.events.append((name, *values))
 
+    def make_runner(self) -> Any:
+        body, tasks, accelerator = (
+            import_module(f"{PACKAGE}.{name}") for name in ("engine.body", "engine.child", "runtime.accelerator")
+        )
+        body.prepare_process(self.threads, self.post)
+
+        def describe(error: BaseException) -> tuple[str, str, str]:
+            values: tuple[str, str, str] = body.describe_failure(error)
+            body.release_memory_of(error, runner.body and runner.body.device)
+            return values
+
+        runner = tasks.TaskRunner(
+            lambda *functions: body.Body(accelerator.current_accelerator() or "cpu", *functions),
+            self.post,
+            lambda run: run <= self.cancelled,
+            describe,
+        )
+        return runner
+
     def call(self, name: str, run: int, task: int, arguments: bytes, *weights: bytes) -> bytes:
         """Call a method of Body. Returns its events, as in engine/worker.py."""
-        self.run, self.task, self.count, self.phase, self.events = run, task, 0, "alive", []
-        module, failed, started = None, None, time.monotonic()
+        self.task, self.count, self.phase, self.events = task, 0, "alive", []
         try:
-            self.poll()
-            if name == "begin":
+            if self.runner is None:
+                # The import may take long.
                 self.post("begun")
-            module = import_module(f"{PACKAGE}.engine.body")
-            if self.body is None:
-                module.prepare_process(self.threads, self.post)
-                accelerator = import_module(f"{PACKAGE}.runtime.accelerator").current_accelerator()
-                self.body = module.Body(accelerator or "cpu", self.post, self.poll)
-            result = getattr(self.body, name)(*loads(arguments), *map(loads, weights))
-            seconds = time.monotonic() - started
-            if name == "generate":
-                self.seconds.observe(seconds / max(1, sum(event[0] == "image" for event in self.events)))
-            if task:
-                self.post("done", task, seconds, result)
-        except Cancelled:
-            pass
+                self.runner = self.make_runner()
+            self.runner.do(name, run, task, *loads(arguments), *map(loads, weights))
         except Exception as error:
-            failed = error
-        if failed is not None:
-            self.failures.inc()
-            if module is None:
-                # A library is missing or broken.
-                text = import_module(f"{PACKAGE}.errors").first_line(failed)
-                self.post("failed", task, "refused", text, type(failed).__name__)
-            else:
-                self.post("failed", task, *module.describe_failure(failed))
-                module.release_memory_of(failed, self.body and self.body.device)
+            # A library is missing or broken.
+            text = import_module(f"{PACKAGE}.errors").first_line(error)
+            self.post("failed", task, "refused", text, type(error).__name__)
+        for event, *values in self.events:
+            if event == "failed":
+                self.failures.inc()
+            elif event == "done" and name == "generate":
+                # Of `done`: the task, its seconds and its result.
+                self.seconds.observe(values[1] / max(1, sum(other[0] == "image" for other in self.events)))
         events, self.events, self.task = self.events, [], 0
         return dumps(events)
 

@@ -1,7 +1,8 @@
-"""The main function of a worker process. `runpy.run_path` runs this file with its arguments as globals.
+"""The tasks of a worker, and the main function of a worker process.
 
-It is run by its path, because inside ComfyUI the package has no name that another process could import. It imports the
-package only in `work`, so that it reports an import that fails.
+`runpy.run_path` runs this file with the arguments as globals. It is run by its path, because inside ComfyUI the package
+has no name that another process could import. It imports the package only in `work`, so that it reports an import that
+fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from os import _exit
@@ -23,7 +25,53 @@ FLUSH = 5.0
 
 
 class Cancelled(BaseException):
-    """The parent has cancelled the run. No Exception, because loading turns exceptions into errors of files."""
+    """The run was cancelled. No Exception, because loading turns exceptions into errors of files."""
+
+
+class TaskRunner:
+    """Does the tasks of a worker, and posts what comes of them. The same in a thread, a process and an actor.
+
+    `make_body(post, poll)` is called with the first task, and returns the object that works, see body.py. `post`
+    receives the events, see worker.py. `is_cancelled(run)` is called by each poll. `describe(error)` returns the values
+    of the event `failed`, and may free the memory that the error refers to.
+    """
+
+    def __init__(
+        self,
+        make_body: Callable[..., Any],
+        post: Callable[..., object],
+        is_cancelled: Callable[[int], bool],
+        describe: Callable[[BaseException], Iterable[Any]],
+    ) -> None:
+        self.make_body, self.post, self.is_cancelled, self.describe = make_body, post, is_cancelled, describe
+        self.body: Any = None
+        # The present task and its run.
+        self.run = self.task = 0
+
+    def poll(self) -> None:
+        if self.is_cancelled(self.run):
+            raise Cancelled
+
+    def do(self, name: str, run: int, task: int, *arguments: Any) -> None:
+        self.run, self.task = run, task
+        started, failed = time.monotonic(), None
+        try:
+            self.poll()
+            if name == "begin":
+                self.post("begun")
+            if self.body is None:
+                self.body = self.make_body(self.post, self.poll)
+            result = getattr(self.body, name)(*arguments)
+            if task:
+                self.post("done", task, time.monotonic() - started, result)
+        except Cancelled:
+            pass
+        except Exception as error:
+            failed = error
+        # Outside of `except`, where the error could not free what it refers to.
+        if failed is not None:
+            self.post("failed", task, *self.describe(failed))
+            failed = None
 
 
 def import_package(folder: str) -> None:
@@ -44,8 +92,8 @@ class Child:
         self.connection = connection
         self.tasks: SimpleQueue[tuple] = SimpleQueue()
         self.outbox: SimpleQueue[tuple | None] = SimpleQueue()
-        # The present task and its run. Runs up to `cancelled` are cancelled.
-        self.task = self.run = self.cancelled = 0
+        # Runs up to this number are cancelled.
+        self.cancelled = 0
         # Whether the parent may send further tasks of the last run.
         self.is_in_run = False
         threading.Thread(target=self.listen, daemon=True).start()
@@ -83,13 +131,6 @@ class Child:
                 # The parent has ended, or the memory for a copy of the event is missing.
                 _exit(1)
 
-    def post(self, *event: Any) -> None:
-        self.outbox.put((self.run, self.task, *event))
-
-    def poll(self) -> None:
-        if self.run <= self.cancelled:
-            raise Cancelled
-
     def end(self, code: int) -> None:
         self.outbox.put(None)
         self.speaker.join(FLUSH)
@@ -99,38 +140,32 @@ class Child:
         import_package(folder)
         module = import_module("sana_core.engine.body")
         self.describe_failure = module.describe_failure
-        module.prepare_process(threads, self.post)
-        body = module.Body(device, self.post, self.poll)
+
+        def post(*event: Any) -> None:
+            self.outbox.put((runner.run, runner.task, *event))
+
+        def describe(error: BaseException) -> Iterable[Any]:
+            values = module.describe_failure(error)
+            module.release_memory_of(error, body.device)
+            return values
+
+        runner = TaskRunner(lambda *_: body, post, lambda run: run <= self.cancelled, describe)
+        module.prepare_process(threads, post)
+        body = module.Body(device, post, runner.poll)
         idle = 0.0
         while True:
             try:
-                name, self.run, self.task, *arguments = self.tasks.get(timeout=IDLE)
+                # Embeddings and weights must not stay in memory until the next task, so they have no name here.
+                runner.do(*self.tasks.get(timeout=IDLE))
+                idle = 0.0
             except Empty:
-                if self.is_in_run and self.run > self.cancelled:
+                if self.is_in_run and runner.run > self.cancelled:
                     # The next chunk needs the models, and weights that the parent sends once in a run.
                     continue
                 body.release()
                 idle += IDLE
                 if idle >= LONG_IDLE:
                     self.end(0)
-                continue
-            started, failed, idle = time.monotonic(), None, 0.0
-            try:
-                self.poll()
-                if name == "begin":
-                    self.post("begun")
-                result = getattr(body, name)(*arguments)
-                if self.task:
-                    self.post("done", self.task, time.monotonic() - started, result)
-            except Cancelled:
-                pass
-            except Exception as error:
-                failed = error
-            # Embeddings and weights must not stay in memory until the next task.
-            arguments = []
-            if failed is not None:
-                self.post("failed", self.task, *self.describe_failure(failed))
-                module.release_memory_of(failed, body.device)
 
 
 def main(connection: Any, device: str, folder: str, threads: int) -> None:
@@ -140,7 +175,7 @@ def main(connection: Any, device: str, folder: str, threads: int) -> None:
     try:
         child.work(device, folder, threads)
     except BaseException as error:
-        child.post("lost", f"{type(error).__name__}: {error}")
+        child.outbox.put((0, 0, "lost", f"{type(error).__name__}: {error}"))
         child.end(1)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,13 +12,10 @@ import torch
 
 from ..runtime.accelerator import release_memory_of
 from .body import Body, describe_failure
+from .child import TaskRunner
 
 # Seconds that `leave` waits for the thread.
 JOIN_TIMEOUT = 30.0
-
-
-class Cancelled(BaseException):
-    """The run was cancelled. No Exception, because loading turns exceptions into errors of files."""
 
 
 class ThreadWorker:
@@ -43,40 +40,23 @@ class ThreadWorker:
         self.thread.start()
 
     def work(self) -> None:
-        run = 0
-
         def post(name: str, *values: Any) -> None:
             if name == "image" and callable(values[1]):
                 values = values[0], values[1]()
-            self.events.put((self, self.birth, run, name, *values))
+            self.events.put((self, self.birth, runner.run, name, *values))
 
-        def poll() -> None:
-            if run <= self.cancelled:
-                raise Cancelled
+        def describe(error: BaseException) -> tuple[str, str, BaseException]:
+            kind, text, _ = describe_failure(error)
+            if kind in ("memory", "driver"):
+                release_memory_of(error, self.device)
+            return kind, text, error
 
-        body: Any = None
+        make_body = partial(self.make_body, str(self.device))
+        runner = TaskRunner(make_body, post, lambda run: run <= self.cancelled, describe)
         while (message := self.tasks.get()) is not None:
-            name, run, task, *arguments = message
-            started, failed = time.monotonic(), None
-            try:
-                poll()
-                if name == "begin":
-                    post("begun")
-                if body is None:
-                    body = self.make_body(str(self.device), post, poll)
-                result = getattr(body, name)(*arguments)
-                if task:
-                    post("done", task, time.monotonic() - started, result)
-            except Cancelled:
-                pass
-            except Exception as error:
-                failed = error
-            if failed is not None:
-                kind, text, _ = describe_failure(failed)
-                if kind in ("memory", "driver"):
-                    release_memory_of(failed, self.device)
-                post("failed", task, kind, text, failed)
-                failed = None
+            runner.do(*message)
+            # Embeddings must not stay in memory until the next task.
+            message = None
 
     def send(self, *message: Any) -> None:
         self.tasks.put(message)
