@@ -9,7 +9,7 @@ from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 from ..runtime.cancellation import Poll
-from .clock import WatchClock
+from ..runtime.clock import WatchClock
 from .timeouts import POLL_INTERVAL
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..batch.progress import counted
 from ..errors import ClusterError
+from ..runtime.clock import WatchClock
 from ..runtime.text import Json, brief, get_logger
 from .actors import ClusterRun
-from .clock import WatchClock
 from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
 
 logger = get_logger(__name__)

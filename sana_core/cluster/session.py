@@ -17,10 +17,10 @@ import torch
 from ..batch.progress import OnStatus, no_status
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.clock import WatchClock
 from ..runtime.text import Json, brief, get_logger
 from .actors import ActorCache, ClusterRun, Work, put_weights
 from .background import LostError, call_in_thread, iterate_in_thread
-from .clock import WatchClock
 from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
 from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 

@@ -7,7 +7,6 @@ which are the only way back.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,15 +16,15 @@ from typing import Any
 from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.clock import WatchClock
 from ..runtime.text import Json, get_logger
 from .schedule import Schedule
 from .worker import LIMITS, Limits, Seat, Task, rebuild
 
 logger = get_logger(__name__)
 
-# Seconds between two polls, and the longest time between two looks at the workers that counts as their silence. The
-# consumer of the images may take longer.
-LOOK, LONGEST_GAP = 0.2, 5.0
+# Seconds between two polls.
+LOOK = 0.2
 # A worker is left out after this many losses, or failures with a single image, without a finished image between them.
 STRIKES = 3
 # An image fails after this many losses of the worker that generated it.
@@ -58,17 +57,19 @@ class Run:
         on_step: Callable[..., object] | None = None,
         limits: Limits = LIMITS,
         events: Any = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         on_left_out: Callable[[Any, BaseException], object] = lambda worker, error: None,
     ) -> None:
         self.job, self.prompts, self.inputs, self.changed, self.on_step = job, prompts, inputs, changed, on_step
-        self.limits, self.clock, self.on_left_out = limits, clock, on_left_out
+        # A pause of the images' consumer is not a silence of the workers.
+        self.clock = clock or WatchClock()
+        self.limits, self.on_left_out = limits, on_left_out
         # Workers cancel all runs up to a number.
         self.number = next(self.numbers)
         self.workers, self.is_fixed = (workers, False) if callable(workers) else ((lambda: workers), True)
         self.events = SimpleQueue() if events is None else events
         self.seats: dict[Any, Seat] = {}
-        self.schedule = Schedule(chunks, prompts, texts, self.seats, limits.turn, clock)
+        self.schedule = Schedule(chunks, prompts, texts, self.seats, limits.turn, self.clock)
         # Number: the image. Images that are not finished.
         self.missing = self.schedule.missing
         # Worker name: how many images it was the first to finish.
@@ -89,7 +90,6 @@ class Run:
         and an error that is not about single images.
         """
         try:
-            looked = self.clock()
             while self.missing:
                 self.join()
                 self.dispatch()
@@ -98,11 +98,6 @@ class Run:
                 yield from self.react()
                 self.raise_reason()
                 now = self.clock()
-                if now - looked > LONGEST_GAP:
-                    # Nobody looked at the workers in this time.
-                    for seat in self.seats.values():
-                        seat.heard = now
-                looked = now
                 for seat in list(self.seats.values()):
                     yield from self.watch(seat, now)
         finally:

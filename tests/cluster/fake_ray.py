@@ -15,11 +15,12 @@ from ray.exceptions import ActorDiedError, RayError
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
-from sana_core.cluster import actor, clock, fleet
+from sana_core.cluster import actor, fleet
 from sana_core.cluster.actors import ActorCache, ClusterRun
 from sana_core.cluster.batch import generate_with
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.engine.body import Job
+from sana_core.runtime import clock
 
 # ids of machines
 A, B, C, D = (letter * 56 for letter in "abcd")

@@ -5,6 +5,7 @@ No test here connects to a cluster. tests/cluster generates on one.
 
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,12 +110,12 @@ def failing_images(monkeypatch, operators_file):
     canvas, plan = pack("nodes.host.batch.cluster"), pack("sana_core.batch.plan")
 
     def build(*seeds):
-        def results(model, session, job, work, on_status):
+        def results(*arguments):
             for image in plan.batch_images(1, 3, 7):
                 good = np.ones((32, 4, 4), np.float32), np.zeros((3, 128, 128), np.float32)
                 yield image, plan.FailedImage("samples: NaN") if image.seed in seeds else good
 
-        monkeypatch.setattr(canvas, "run_for", results)
+        monkeypatch.setattr(canvas, "session_on", lambda cluster: SimpleNamespace(run=results))
 
     return build
 

@@ -21,6 +21,7 @@ from sana_core.engine.local import make_job
 from sana_core.engine.loop import Run
 from sana_core.engine.thread import ThreadWorker
 from sana_core.errors import ClusterError
+from sana_core.runtime.clock import WatchClock
 
 TEXTS = {"a": "text", None: "negative"}
 
@@ -173,7 +174,8 @@ def test_a_pause_of_the_consumer_is_no_silence_of_a_worker():
         if number == 2:
             clock.now += 300
 
-    assert set(collect(make_run([first, second], 6, clock=clock), script(), pause)) == set(range(6))
+    run = make_run([first, second], 6, clock=WatchClock(clock))
+    assert set(collect(run, script(), pause)) == set(range(6))
 
 
 def test_a_worker_that_warns_while_it_loads_may_still_load():

@@ -10,21 +10,20 @@ import weakref
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
 from server import PromptServer
 
-from ....sana_core.batch.plan import FailedImage, ImageSpec, Workload
-from ....sana_core.batch.progress import OnStatus, Progress, WorkerReport
+from ....sana_core.batch.plan import FailedImage, Generated, ImageSpec, Workload
+from ....sana_core.batch.progress import Progress, WorkerReport
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.fingerprint import fingerprint
-from ....sana_core.cluster.actors import Work
+from ....sana_core.cluster.actors import ClusterRun
 from ....sana_core.cluster.batch import generate_with
 from ....sana_core.cluster.connection import ClusterSettings
 from ....sana_core.cluster.session import Session
-from ....sana_core.engine.body import Job
 from ....sana_core.errors import InputError
 from ..folders import configured_cluster
 from ..report import progress_under_running_node, status_under_running_node
@@ -32,11 +31,8 @@ from .job import CLUSTER, changed_weights, describe_job, encode_batch_hints
 from .results import Results, Row
 
 if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
     from .inputs import BatchInputs
 
-T = TypeVar("T")
 # The attribute of the PromptServer that has the session.
 SESSION = "sana_cluster_session"
 
@@ -78,9 +74,19 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[dict[ImageSpec, Row], Counter
     workload = Workload(range(batch.prompts), batch.images, batch.chunk or None, encoded=encoded)
     results, report, session = Results(batch, len(batch.images)), WorkerReport(), session_on(cluster)
     progress, show = Progress(len(batch.images)), progress_under_running_node()
-    status = status_under_running_node()
-    generation = run_for(batch.model, session, job, lambda run: generate_with(run, job, workload, report), status)
-    with closing(generation) as generated:
+    settings = job.settings
+    models = (job.transformer, job.autoencoder, repr(weights), job.resolution, settings.dtype, settings.reference)
+    key = (*models, batch.model.patches_uuid)
+
+    def changed() -> dict[str, torch.Tensor]:
+        # The workers end when MODEL is freed.
+        weakref.finalize(batch.model.model, session.forget, key)
+        return dict(changed_weights(batch.model))
+
+    def work(run: ClusterRun) -> Generator[Generated, None, None]:
+        return generate_with(run, job, workload, report)
+
+    with closing(session.run(key, changed, work, poll, status_under_running_node())) as generated:
         for image, content in generated:
             results.add(image, content)
             latent = None if isinstance(content, FailedImage) else torch.from_numpy(content[0].copy())[None]
@@ -91,25 +97,3 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[dict[ImageSpec, Row], Counter
     for worker, number in report.finished.items():
         machines[report.machines[worker]] += number
     return results.finish(), machines
-
-
-def run_for(
-    model: ModelPatcher,
-    session: Session,
-    job: Job,
-    work: Work[T],
-    on_status: OnStatus,
-) -> Generator[T, None, None]:
-    """Yield the results of `work` from workers that have loaded the models of `job`, with the LoRAs of MODEL.
-
-    The workers end when MODEL is freed. Cancel is polled.
-    """
-    settings = job.settings
-    files = (job.transformer, job.autoencoder, repr(job.weights))
-    key = (*files, job.resolution, settings.dtype, settings.reference, model.patches_uuid)
-
-    def changed() -> dict[str, torch.Tensor]:
-        weakref.finalize(model.model, session.forget, key)
-        return dict(changed_weights(model))
-
-    return session.run(key, changed, work, comfy.model_management.throw_exception_if_processing_interrupted, on_status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # Of the time between two readings, at most this many seconds count.
 LONGEST_GAP = 1.0
@@ -16,12 +17,12 @@ class WatchClock:
     counts as one second, and a timeout needs many readings.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.last = time.monotonic()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.clock, self.seconds = clock or time.monotonic, 0.0
+        self.last = self.clock()
 
     def __call__(self) -> float:
-        now = time.monotonic()
+        now = self.clock()
         self.seconds += min(now - self.last, LONGEST_GAP)
         self.last = now
         return self.seconds
