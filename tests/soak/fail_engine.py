@@ -106,7 +106,7 @@ def choose_faults(stub: Stub, source: random.Random) -> list[tuple[str, str]]:
         phase, kind = source.choice(PHASES), source.choice(KINDS)
         if phase in SLOW_PHASES and kind in HANGS and source.random() < 0.8:
             kind = "kill"
-        if kind == "refused" and phase in ("step", "decode"):
+        if kind == "refused" and phase in ("step", "decode", "send"):
             # Only this fault ends the whole run at once.
             kind = "error"
         if kind in EXCEPTIONS and phase in ("begin", "load", "encode") and source.random() < 0.7:
