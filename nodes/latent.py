@@ -4,8 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.errors import InputError
-from ..sana_core.model.known_models import RATIOS, SIZES, image_size, read_size
+from ..sana_core.model.known_models import DEFAULT_RESOLUTION, RATIOS, SIZES, image_size, read_size
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 from .host.sampling.latents import empty_latent, image_or_model_size, show_size
 
@@ -17,14 +16,14 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     """
     Sets the size of the image, as an empty latent.
 
-    At width and height 0 the image gets the size that the connected MODEL was trained for. Other numbers are used as
-    they are. A line under the node warns if the MODEL was not trained for them.
+    At width and height 0 the image gets the size that the connected MODEL was trained for, or 1024 x 1024 without a
+    MODEL. Other numbers are used as they are. A line under the node warns if the MODEL was not trained for them.
     """
 
     @classmethod
     def define_schema(cls):
         side = {"default": 0, "min": 0, "max": LARGEST, "step": DOWNSCALE}
-        tooltip = "Pixels, a multiple of 32. 0: the size that the connected model was trained for."
+        tooltip = "Pixels, a multiple of 32. 0: the size that the connected model was trained for, or 1024."
         return io.Schema(
             node_id="SanaNodesEmptyLatent",
             display_name="SANA Empty Latent",
@@ -62,8 +61,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
             base = require_images(model.model)
         size = image_or_model_size(width, height, base)
         latent = empty_latent(*size, batch_size)
-        if base is not None:
-            show_size(*size, base)
+        show_size(*size, base)
         return io.NodeOutput(latent)
 
 
@@ -86,8 +84,8 @@ class SanaNodesResolution(io.ComfyNode):
                     "size",
                     options=[AUTO, *SIZES],
                     default=AUTO,
-                    tooltip="auto: the size of the connected model. Others: the side in pixels of a square with the "
-                    "image's area.",
+                    tooltip="auto: the size of the connected model, or 1024. Others: the side in pixels of a square "
+                    "with the image's area.",
                 ),
                 io.Combo.Input(
                     "ratio",
@@ -116,9 +114,7 @@ class SanaNodesResolution(io.ComfyNode):
             base = require_images(model.model)
         if size != AUTO:
             return io.NodeOutput(*image_size(read_size(size), ratio))
-        if base is None:
-            raise InputError(f"size: got {AUTO} without a model; connect model, or choose one of {', '.join(SIZES)}")
-        return io.NodeOutput(*image_size(base.resolution, ratio))
+        return io.NodeOutput(*image_size(DEFAULT_RESOLUTION if base is None else base.resolution, ratio))
 
 
 NODES = [SanaNodesEmptyLatent, SanaNodesResolution]

@@ -54,16 +54,23 @@ def test_an_empty_latent_of_size_0_has_the_size_of_the_model(host, base_graph, n
     assert host.run(graph)["latent"]["samples"].shape == (1, 32, 16, 16)
 
 
+def test_an_empty_latent_without_a_size_and_a_model_has_1024_pixels(host, base_graph, node_texts):
+    graph = {"empty": ("SanaNodesEmptyLatent", {"width": 0, "height": 0, "batch_size": 1})}
+    graph["catch"] = ("Catch", {"value": ["empty", 0], "name": "latent"})
+    assert host.run(graph)["latent"]["samples"].shape == (1, 32, 32, 32)
+    assert node_texts == [("empty", "1024 x 1024")]
+
+
 @pytest.mark.parametrize(
     "sides, with_model, message",
     [
-        ((0, 0), False, "width: got 0 without a model; connect model to use its size, or enter pixels, such as 1024"),
+        ((0, 64), False, "width: got 0 beside 64; set both sides, or both to 0 for the model's size"),
         ((0, 64), True, "width: got 0 beside 64; set both sides, or both to 0 for the model's size"),
         ((64, 0), False, "height: got 0 beside 64; set both sides, or both to 0 for the model's size"),
         ((0, 33), True, "width: got 0 beside 33; set both sides, or both to 0 for the model's size"),
     ],
 )
-def test_a_size_of_0_needs_a_model_and_both_sides(host, base_graph, sides, with_model, message):
+def test_a_size_of_0_needs_both_sides(host, base_graph, sides, with_model, message):
     graph = base_graph()
     graph["empty"][1].update(width=sides[0], height=sides[1], **({"model": ["load", 0]} if with_model else {}))
     with pytest.raises(NodeError) as caught:
@@ -94,9 +101,12 @@ def test_a_ratio_gives_the_trained_shape_at_the_size_of_the_model(host, base_gra
     got = host.run(graph)
     assert (got["0"], got["1"]) == expected
     del graph["size"][1]["model"]
+    got = host.run(graph)
     if inputs["size"] == "auto":
-        with pytest.raises(NodeError, match="^size: got auto without a model; connect model, or choose one of 512, "):
-            host.run(graph)
+        # The same shape at 1024.
+        assert (got["0"], got["1"]) == image_size(1024, inputs["ratio"])
+    else:
+        assert (got["0"], got["1"]) == expected
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "KSampler"])

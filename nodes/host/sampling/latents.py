@@ -13,7 +13,7 @@ from ....sana_core.checkpoints import Checkpoint
 from ....sana_core.checkpoints.generation import latent_scale, saved_field
 from ....sana_core.checkpoints.schemas import read_preview
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import size_note
+from ....sana_core.model.known_models import DEFAULT_RESOLUTION, size_note
 from ....sana_core.model.latents import CHANNELS, DOWNSCALE, latent_shape
 from ..report import show_under_running_node
 from .preview import find_taesana, taesana_previewer
@@ -121,24 +121,25 @@ def empty_latent(width: int, height: int, batch_size: int) -> dict:
 
 
 def image_or_model_size(width: int, height: int, model: SanaModel | None) -> tuple[int, int]:
-    """Return (width, height) in pixels, which is the model's default size if both are 0.
+    """Return (width, height) in pixels. If both are 0, it is the default size of the model, and 1024 without a model.
 
-    Raises InputError if one side alone is 0, and if both are 0 without a model.
+    Raises InputError if one side alone is 0.
     """
     if width != 0 and height != 0:
         return width, height
     if width != 0 or height != 0:
         zero, other = ("width", height) if width == 0 else ("height", width)
         raise InputError(f"{zero}: got 0 beside {other}; set both sides, or both to 0 for the model's size")
-    if model is None:
-        raise InputError("width: got 0 without a model; connect model to use its size, or enter pixels, such as 1024")
-    return model.default_size
+    return (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION) if model is None else model.default_size
 
 
-def show_size(width: int, height: int, model: SanaModel) -> None:
+def show_size(width: int, height: int, model: SanaModel | None) -> None:
     """Write the size under the running node, and the size that the model was trained for if that is another."""
     # A link may give floats.
     width, height = int(width), int(height)
+    if model is None:
+        show_under_running_node(f"{width} x {height}")
+        return
     trained = model.trained_size(width, height)
     note = size_note(width, height, trained)
     if not note and (width, height) != trained:
