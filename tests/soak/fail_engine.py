@@ -124,11 +124,11 @@ def check_error(
     assert re.search("StubError|SystemExit|an ordered failure|silent for|has ended with", str(error)), repr(error)
     refused = sum(kind in EXCEPTIONS and phase in ("begin", "load", "encode") for phase, kind in taken)
     # A worker starts again after each loss but the last one. Memory that runs out with one image counts as a loss too.
-    memory = sum(kind == "memory" and phase in ("step", "decode") for phase, kind in taken)
+    memory = sum(kind == "memory" and phase in ("step", "decode", "send") for phase, kind in taken)
     losses = [worker.birth - birth + memory for worker, birth in zip(workers, births, strict=True)]
     lost = sum(count >= STRIKES - 1 for count in losses)
     # Each worker that is left may have failed with an image, before any image was finished.
-    unknown = sum(kind == "error" and phase in ("step", "decode") for phase, kind in taken)
+    unknown = sum(kind == "error" and phase in ("step", "decode", "send") for phase, kind in taken)
     assert refused + lost + unknown >= len(workers), (
         f"{type(error).__name__}: {error}, after only {lost} lost and {refused} refused of {len(workers)} workers"
     )
