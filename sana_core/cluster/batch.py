@@ -16,10 +16,10 @@ from ..checkpoints.fingerprint import fingerprint
 from ..engine.body import Job, pack_texts
 from ..engine.loop import Run
 from ..engine.switches import read_switches
-from ..engine.worker import LIMITS
 from ..errors import ClusterError, InputError
 from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
+from ..runtime.limits import LIMITS
 from ..runtime.text import Json
 from .actors import ClusterRun
 from .connection import ClusterSettings

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..batch.progress import OnStatus, no_status
-from ..engine.worker import LIMITS
 from ..errors import ClusterError, InputError, VersionError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
+from ..runtime.limits import LIMITS
 from ..runtime.text import Json, brief
 from .background import call_in_thread
 from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT

@@ -13,13 +13,14 @@ from ..batch.pipeline import Request
 from ..batch.plan import Chunk, FailedImage, Generated, Step, stop_if_all_fail
 from ..batch.progress import WorkerReport
 from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..runtime.limits import LIMITS, Limits
 from ..runtime.text import Json, get_logger
 from .body import Body, Job, pack, pack_texts, unpack
 from .loop import Run
 from .process import kill_left_out, processes
 from .switches import read_switches
 from .thread import ThreadWorker
-from .worker import LIMITS, Limits, Worker
+from .worker import Worker
 
 logger = get_logger(__name__)
 

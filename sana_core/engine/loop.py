@@ -17,9 +17,10 @@ from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.clock import WatchClock
+from ..runtime.limits import LIMITS, Limits
 from ..runtime.text import Json, get_logger
 from .schedule import Schedule
-from .worker import LIMITS, Limits, Seat, Task, rebuild
+from .worker import Seat, Task, rebuild
 
 logger = get_logger(__name__)
 
@@ -358,7 +359,7 @@ class Run:
         elif seat.state == "starting":
             allowed = limits.starting
         else:
-            allowed = max(limits.grace, limits.patience * seat.silence) if seat.experienced else limits.first
+            allowed = limits.later(seat.silence) if seat.experienced else limits.first
         if now - seat.heard <= allowed:
             return
         if seat.worker.can_restart:

@@ -20,37 +20,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .. import errors
 from ..batch.plan import Chunk
 from ..errors import SanaError
-
-
-class Limits(NamedTuple):
-    """How many seconds a worker may be silent before it counts as hanging."""
-
-    # While its process starts, or while it ends the last run.
-    starting: float = 300.0
-    # While it loads or encodes. It may read from a slow disk.
-    loading: float = 1800.0
-    # In its first chunk of a run, which may compile kernels.
-    first: float = 600.0
-    # At least, in later chunks.
-    grace: float = 60.0
-    # In later chunks, as a multiple of its longest silence before.
-    patience: float = 10.0
-    # While it loads, before another worker of the same machine may load too.
-    turn: float = 60.0
-
-    def compiled(self) -> Limits:
-        """Return the limits for torch.compile, which may compile again for a chunk of another size."""
-        return self._replace(first=10 * self.first, grace=10 * self.grace)
-
-
-LIMITS = Limits()
 
 
 class Worker(Protocol):

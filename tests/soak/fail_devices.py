@@ -40,9 +40,9 @@ from sana_core.batch.pipeline import load_models as real_load_models  # noqa: E4
 from sana_core.batch.plan import FailedImage, ImageSpec, Workload, batch_images  # noqa: E402
 from sana_core.engine import body, loop, schedule  # noqa: E402
 from sana_core.engine.local import generate_local  # noqa: E402
-from sana_core.engine.worker import LIMITS  # noqa: E402
 from sana_core.errors import first_line  # noqa: E402
 from sana_core.runtime.accelerator import is_driver_error, is_out_of_memory  # noqa: E402
+from sana_core.runtime.limits import LIMITS  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = [f"a {colour} circle" for colour in ("red", "green", "blue", "white", "black")]
