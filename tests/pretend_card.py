@@ -11,6 +11,7 @@ values, rounding and speed are the CPU's. In other respects the GPUs are distinc
   later call on that GPU, in whichever thread.
 - `empty_cache()` waits for all GPUs, as cudaFree does. A GPU that hangs blocks it in every thread of its process.
 - The bytes of weights in RAM are counted in `Cards.weights_in_ram`, and their peak in `Cards.peak_in_ram`.
+- The threads that were started are counted by name in `Cards.started`.
 - `computed_on()` returns the GPUs that computed a tensor, also after the tensor moved to the CPU.
 
 Triton cannot launch kernels on these tensors. `fake_accelerator` has tensors without numbers, for models of real sizes.
@@ -194,6 +195,10 @@ class Cards(TorchFunctionMode):
         self.delays: dict[tuple[torch.device, int], int] = {}
         # Devices with a failed kernel that no call has reported yet, and the number of the call that will report it.
         self.unreported: dict[torch.device, int] = {}
+        # The floating-point results of a failed kernel that no call has reported. Finite numbers look like a result.
+        self.garbage = torch.nan
+        # How many threads with this name were started.
+        self.started: Counter[str] = Counter()
         # Process and device of calls that hang, or hung until `release()`. Another process does not wait for them.
         self.hung: set[tuple[str, torch.device]] = set()
         self.released = threading.Event()
@@ -237,8 +242,8 @@ class Cards(TorchFunctionMode):
         """Make call number `at` on `device`, counted from now, fail. `kind`: a key of ERRORS, HANG or NAN.
 
         `late`, for "driver": CUDA runs kernels after the call that launches them. So call `at` succeeds, and all
-        results from it on are NaN. The error is raised `late` calls on this device later, or earlier by a call that
-        waits for the device, such as a copy to the CPU.
+        results from it on are `garbage`. The error is raised `late` calls on this device later, or earlier by a call
+        that waits for the device, such as a copy to the CPU.
         """
         if kind not in (*ERRORS, HANG, NAN):
             raise ValueError(f"kind: got {kind!r}, expected one of {', '.join([*ERRORS, HANG, NAN])}")
@@ -274,8 +279,8 @@ class Cards(TorchFunctionMode):
             self.released.wait()
         self.check(card)
 
-    def count_call(self, card: torch.device) -> bool:
-        """Count a call on `card`, and fail if `fail()` has been asked to. Returns whether the result becomes NaN."""
+    def count_call(self, card: torch.device) -> float | None:
+        """Count a call on `card`, and fail if `fail()` has been asked to. Returns a number to replace its results."""
         with self.lock:
             self.calls[card] += 1
             number = self.calls[card]
@@ -287,15 +292,15 @@ class Cards(TorchFunctionMode):
             elif kind == "driver" or number >= self.unreported.get(card, number + 1):
                 self.unreported.pop(card, None)
                 self.broken.add(card)
-            becomes_nan = kind == NAN or card in self.unreported
+            becomes = torch.nan if kind == NAN else self.garbage if card in self.unreported else None
             if kind == HANG:
                 self.hung.add((PROCESS.get(), card))
         self.check(card)
-        if kind in ERRORS and not becomes_nan:
+        if kind in ERRORS and becomes is None:
             raise_error(kind, card)
         if kind == HANG:
             self.released.wait()
-        return becomes_nan
+        return becomes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -333,14 +338,16 @@ class Cards(TorchFunctionMode):
         if name == "to" and target == getattr(args[0], "card", None) and not kwargs.get("copy"):
             # A change of the dtype launches a kernel. Other calls return the tensor itself.
             launches = any(isinstance(leaf, torch.dtype) and leaf != args[0].dtype for leaf in leaves((args, kwargs)))
-        becomes_nan = False
+        becomes = None
         if launches:
+            touched = cards | ({target} if target is not None else set())
+            numbers = [self.count_call(card) for card in sorted(touched, key=str)]
+            becomes = next((number for number in numbers if number is not None), None)
             if target is None:
-                # A copy to the CPU waits for the GPU that it reads.
+                # A copy to the CPU waits for the GPU that it reads, also for the copy itself.
                 for card in sorted(cards, key=str):
                     self.wait(card)
-            touched = cards | ({target} if target is not None else set())
-            becomes_nan = any([self.count_call(card) for card in sorted(touched, key=str)])
+        in_place = name.endswith("_") != name.endswith("__") or name.startswith("__i") or kwargs.get("out") is not None
         same: dict[int, torch.Tensor] = {}
 
         def plain(leaf: Any) -> Any:
@@ -370,9 +377,10 @@ class Cards(TorchFunctionMode):
             origin = frozenset([target])
 
         def back(leaf: Any) -> Any:
-            if becomes_nan and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if becomes is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    leaf.fill_(torch.nan)
+                    # A result may share the memory of an argument, which the function does not change.
+                    leaf = leaf.fill_(becomes) if in_place else torch.full_like(leaf, becomes)
             if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
                 leaf = same.get(id(leaf), leaf)
                 if isinstance(leaf, CardTensor) and launches:
@@ -638,6 +646,8 @@ def pretend_cards(
         return parameter
 
     def run_with_cards(thread: threading.Thread) -> None:
+        with cards.lock:
+            cards.started[thread.name] += 1
         with cards:
             run(thread)
 
