@@ -12,8 +12,8 @@ import importlib
 import tempfile
 from pathlib import Path
 from threading import Barrier
-from typing import Any
-from unittest import mock
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import decoders
 import torch
@@ -189,22 +189,29 @@ def plan_for(stages: Any, pixels: int, smallest: bool) -> tuple[Any, Any]:
     return planner, plan
 
 
+class Thread(NamedTuple):
+    """In place of a DeviceThread, in whose thread there would be no fake mode."""
+
+    device: torch.device
+
+
 def decode_on_two(pixels: int) -> dict[str, Any]:
     """Return the counts of one image on two devices. Here the devices work one after the other."""
     stages = decoder_stages(autoencoder())
     planner, plan = plan_for(stages, pixels, False)
     with fake_accelerators(), torch.no_grad():
         # Fake modules cannot be copied to another device.
-        workers = [devices.Worker(device, autoencoder(device).decoder, plan, plan) for device in (FIRST, SECOND)]
+        threads = [Thread(device) for device in (FIRST, SECOND)]
+        workers = [devices.Worker(thread, autoencoder(thread.device).decoder, plan=plan) for thread in threads]
         latents = torch.empty(1, 32, pixels // 32, pixels // 32, dtype=DTYPE)
     counter = Counter()
     # Threads would leave the fake mode.
-    in_turn = mock.patch.object(devices.Crew, "run", lambda crew, tasks: [work() for _, work in tasks])
-    with fake_accelerators(counter), torch.no_grad(), in_turn:
-        boundary = devices.shared_global_stage(workers, stages, latents, no_poll)
-        shares = devices.divided([(0, boundary.height)], stages.stride, 2)
-        for worker, (top, bottom) in zip(workers, shares, strict=True):
-            for pixels_done in devices.range_rows(worker, stages, boundary, top, bottom, no_poll):
+    in_turn = SimpleNamespace(run=lambda jobs: [work() for _, work in jobs], synchronize=lambda: None, check=no_poll)
+    with fake_accelerators(counter), torch.no_grad():
+        rows = devices.divided([(0, pixels // 32 * stages.scale)], stages.stride, 2)
+        tasks = [devices.Task(worker, *span) for worker, span in zip(workers, rows, strict=True)]
+        for strips in devices.decode_together(in_turn, workers, planner, latents, tasks, {}).values():
+            for _, pixels_done in strips:
                 del pixels_done
     return {"plan": plan.words(stages), **figures(counter, plan.peak_bytes)}
 

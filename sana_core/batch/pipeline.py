@@ -33,6 +33,7 @@ from ..model.text import TextEncoder, encode_prompts
 from ..runtime.accelerator import current_accelerator
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
+from ..runtime.device_team import DeviceThreads
 from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import StepState, find_sampler
@@ -353,20 +354,20 @@ def decode(
     poll: Poll = no_poll,
     devices: Sequence[torch.device] | None = None,
     scale: float | None = None,
+    threads: DeviceThreads | None = None,
 ) -> list[torch.Tensor]:
     """Return an image [3, H, W] in [-1, 1], float32 on the CPU, for each of the latents that `sample` returned.
 
     `scale` of the latents replaces the scale in the configuration of the autoencoder. All `devices` decode each image
-    together. None: the device of the autoencoder decodes.
+    together, in `threads`. None: the device of the autoencoder decodes.
     """
     latents = (latents / (scale or autoencoder.config.scaling_factor)).to(autoencoder.dtype)
     images = []
     for latent in latents:
         poll()
         # One by one, so that a chunk needs the memory of one decode, and an image has the same pixels in any chunk.
-        images.append(
-            decode_latents(autoencoder, latent[None], devices=devices, poll=poll)[0].clamp(-1, 1).float().cpu()
-        )
+        (image,) = decode_latents(autoencoder, latent[None], devices=devices, poll=poll, threads=threads)
+        images.append(image.clamp(-1, 1).float().cpu())
     return images
 
 

@@ -88,14 +88,18 @@ class OomRetry:
         return self.run(attempt)
 
     def local_stage(
-        self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll
+        self, decoder: Decoder, stages: Stages, boundary: RowPartition, poll: Poll, rows: range | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, pixels [1, 3, n, W]), decoded from the map `boundary`."""
-        row = 0
-        while row < boundary.height * stages.stride:
+        """Yield (first row, pixels [1, 3, n, W]), decoded from the map `boundary`.
+
+        `rows` of the image, all by default. They end with the pixels of a row of the map.
+        """
+        rows = range(boundary.height * stages.stride) if rows is None else rows
+        row = rows.start
+        while row < rows.stop:
             failures: list[BaseException] = []
             first, repeated = divmod(row, stages.stride)
-            span, strip = range(first, boundary.height), self.plan.strip
+            span, strip = range(first, rows.stop // stages.stride), self.plan.strip
             try:
                 # The workspace has no name here, so that it is freed after a failure, before the next one is allocated.
                 strips = pixel_rows(decoder, stages, boundary, span, strip, self.workspace(boundary.parts[0]), poll)

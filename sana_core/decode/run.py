@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ..model.latents import check_channels
 from ..runtime.accelerator import free_bytes
 from ..runtime.cancellation import Poll, Polled, no_poll
 from ..runtime.checks import check_finite, check_name, check_number
+from ..runtime.device_team import DeviceThreads
 from ..runtime.text import Json
 from .blended_tiles import decode_tiles
 from .device_memory import PeakMemory
@@ -50,6 +52,8 @@ class DecodeOptions(NamedTuple):
     progress: Progress | None = None
     # The bytes that a decode may allocate on a device. Used with `devices` and without `max_bytes`.
     free_bytes: Callable[[torch.device], int] = free_bytes
+    # The threads of `devices`, for several decodes. None: they end with the decode.
+    threads: DeviceThreads | None = None
 
 
 @torch.no_grad()
@@ -63,6 +67,7 @@ def decode_latents(
     *,
     tiles: Tiles = TILES,
     poll: Poll = no_poll,
+    threads: DeviceThreads | None = None,
 ) -> torch.Tensor:
     """Return images [B, 3, 32 h, 32 w], about [-1, 1], of `latents` [B, 32, h, w] in the autoencoder's scale.
 
@@ -72,6 +77,7 @@ def decode_latents(
     `max_bytes`: excludes weights, latents and images. By default 90 % of the free memory.
     `devices`: decode each image together. The images are then on the CPU. A device that fails is left out.
     `poll`: called many times per strip, cancels by raising.
+    `threads`: the threads of `devices`, if several calls share them.
     `report`: receives the plan, time and memory.
     Raises InputError for latents of other channels or with NaN, an unknown method, or a budget that no plan fits.
     """
@@ -82,7 +88,8 @@ def decode_latents(
     # With several devices, any of them may fail, including the autoencoder's.
     device = torch.device("cpu") if shares(method, devices) else like.device
     out = torch.empty(count, 3, h * scale, w * scale, device=device, dtype=like.dtype)
-    return decode_into(out, autoencoder, latents, DecodeOptions(method, max_bytes, devices, tiles, poll), report)
+    options = DecodeOptions(method, max_bytes, devices, tiles, poll, threads=threads)
+    return decode_into(out, autoencoder, latents, options, report)
 
 
 @torch.no_grad()
@@ -129,19 +136,20 @@ def decode_rows(
     planner = Planner(stages, height, width, like.dtype, vae_device.type != "cpu", same_bits=method == "strips")
     report = {} if report is None else report
     report.update(events=[], strips=0)
-    rows_of: Callable[[torch.Tensor], Iterator[tuple[int, torch.Tensor]]]
-    if devices is not None and shares(method, devices):
-        # A copy on the CPU survives the failure of a device.
-        latents = latents.cpu()
-        workers = Workers(autoencoder.decoder, [torch.device(name) for name in devices], report["events"])
-        plan = workers.choose_plans(planner, max_bytes, options.free_bytes)
-        rows_of = partial(shared_rows, workers, planner, report=report, poll=options.poll)
-    else:
+    if devices is None or not shares(method, devices):
         budget = BUDGET * free_bytes(vae_device) if max_bytes is None else max_bytes
         plan = choose(planner, method, budget, options.tiles)
+        report.update(plan.report(stages))
         rows_of = partial(image_rows, autoencoder, planner, plan, report=report, poll=options.poll)
-    report.update(plan.report(stages))
-    yield from planned_rows(rows_of, latents, like, stages, options, report)
+        yield from planned_rows(rows_of, latents, like, stages, options, report)
+        return
+    # A copy on the CPU survives the failure of a device.
+    latents, resolved = latents.cpu(), [torch.device(name) for name in devices]
+    with nullcontext(options.threads) if options.threads is not None else DeviceThreads() as threads:
+        workers = Workers(autoencoder.decoder, resolved, options.free_bytes, report["events"], threads, options.poll)
+        report.update(workers.choose_plans(planner, max_bytes).report(stages))
+        shared = partial(shared_rows, workers, planner, report=report, poll=options.poll)
+        yield from planned_rows(shared, latents, like, stages, options, report)
 
 
 def shares(method: str, devices: Sequence[str | torch.device] | None) -> bool:

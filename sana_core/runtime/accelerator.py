@@ -177,6 +177,24 @@ def set_current_device(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has finished all of its work. Raises the error of a kernel that failed."""
+    if device.type not in ("cpu", "meta"):
+        # torch.mps.synchronize takes no device.
+        with current_device(device):
+            torch.get_device_module(device).synchronize()
+
+
+def check_device(device: torch.device) -> None:
+    """Raise the error of `device` if it has failed. Waits for all of its work. A lack of memory is no failure."""
+    try:
+        synchronize(device)
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+
+
 def empty_cache(device: torch.device | None = None) -> None:
     """Return cached memory that no tensor uses to the driver of `device`, by default of the current accelerator.
 

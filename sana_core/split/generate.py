@@ -27,6 +27,7 @@ from ..model.latents import DOWNSCALE
 from ..model.row_shards import check_rows, check_splittable
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
+from ..runtime.device_team import DeviceThreads
 from ..runtime.text import get_logger
 from ..sampling.guidance import ShardedModel
 from .devices import Split
@@ -74,28 +75,31 @@ def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[Im
     texts, negative = encoded
     models = load_on(devices, checkpoint, settings)
     check_splittable("checkpoint", models[0].transformer)
-    split = Split(devices, relative_speeds(devices, [model.transformer for model in models]))
-    sharded = ShardedModel(partial(split.run, poll=poll), [model.transformer for model in models])
-    for image in images:
-        prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
-        # On the CPU, because the decode may lose the device that has them.
-        latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded).cpu()
-        assert models[0].autoencoder is not None
-        living = [devices[member] for member in split.living]
-        yield image, decode_split(models[0].autoencoder, latents, living, checkpoint, settings, poll)
+    transformers, autoencoder = [model.transformer for model in models], models[0].autoencoder
+    assert autoencoder is not None
+    with DeviceThreads() as threads:
+        split = Split(devices, relative_speeds(devices, transformers), threads)
+        sharded = ShardedModel(partial(split.run, poll=poll), transformers)
+        for image in images:
+            prompts = Conditioning([texts[workload.prompts[image.prompt]]], negative)
+            # On the CPU, because the decode may lose the device that has them.
+            latents = sample(models[0], settings, (image,), prompts, poll, workload.inputs, sharded).cpu()
+            living = [devices[member] for member in split.living]
+            yield image, decode_split(autoencoder, latents, living, threads, checkpoint, settings, poll)
 
 
 def decode_split(
     autoencoder: AutoencoderDC,
     latents: torch.Tensor,
     devices: Sequence[torch.device],
+    threads: DeviceThreads,
     checkpoint: Checkpoint,
     settings: ResolvedSettings,
     poll: Poll,
 ) -> torch.Tensor:
     """Return the image of `latents`, decoded by all `devices`, or by the CPU if none of them can."""
     try:
-        return decode(autoencoder, latents, poll, devices)[0]
+        return decode(autoencoder, latents, poll, devices, threads=threads)[0]
     except Exception as error:
         if not (is_out_of_memory(error) or is_driver_error(error)):
             raise

@@ -10,7 +10,7 @@ import torch
 
 from ..model.block import feed_forward
 from ..model.forward import prepare, velocity
-from ..runtime.accelerator import current_device
+from ..runtime.accelerator import synchronize
 from .cost import BLOCK, OUTSIDE, GpuSpeed, Link
 
 if TYPE_CHECKING:
@@ -92,19 +92,16 @@ def seconds_of(
 ) -> float:
     """Return the mean seconds of `work` over about `seconds`. It waits for the devices after each `launches` calls."""
     work()
-    synchronize(devices)
+    synchronize_all(devices)
     began, runs = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         for _ in range(launches):
             work()
-        synchronize(devices)
+        synchronize_all(devices)
         runs += launches
     return (time.perf_counter() - began) / runs
 
 
-def synchronize(devices: list[torch.device]) -> None:
+def synchronize_all(devices: list[torch.device]) -> None:
     for device in devices:
-        if device.type != "cpu":
-            # torch.mps.synchronize takes no device.
-            with current_device(device):
-                torch.get_device_module(device).synchronize()
+        synchronize(device)

@@ -11,6 +11,8 @@ from threading import Barrier, BrokenBarrierError
 
 import torch
 
+from ..runtime.device_team import Stopped
+
 
 class ExchangeBoard:
     """The tensors that the shards of an image offer to each other, in the order of their rows."""
@@ -25,19 +27,12 @@ class ExchangeBoard:
         self.sums: list[torch.Tensor | None] = [None] * self.barrier.parties
         self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.barrier.parties
 
-    def abort(self) -> None:
-        """End all shards at their next barrier, which raises Aborted for them."""
-        self.barrier.abort()
-
     def wait(self) -> None:
+        """Wait for the other shards. Raises Stopped if the attempt ends."""
         try:
             self.barrier.wait()
         except BrokenBarrierError:
-            raise Aborted from None
-
-
-class Aborted(Exception):
-    """Another shard has failed, or the step was cancelled."""
+            raise Stopped from None
 
 
 class ThreadExchange:

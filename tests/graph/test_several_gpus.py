@@ -463,6 +463,19 @@ def test_split_image_on_two_gpus(host, on_cpu, edges):
             assert computed_on(got) and set(cards.calls) == set(CARDS[:2])
 
 
+def test_the_threads_of_a_model_stay_for_its_next_image(host, on_cpu):
+    graph = split_graph()
+    graph["decode"] = ("SanaNodesDecode", {"samples": ["sample", 0], "vae": ["load", 2], "devices": "all"})
+    graph["catch image"] = ("Catch", {"value": ["decode", 0], "name": "image"})
+    with host_cards(host, 2) as cards:
+        for seed in (7, 8, 9):
+            graph["sample"][1]["seed"] = seed
+            host.run(graph, keep_cache=True)
+        started = {name: count for name, count in cards.started.items() if name.startswith("sana image")}
+    # One for the MODEL and one for the VAE.
+    assert started == {f"sana image {device} #1": 2 for device in CARDS[:2]}
+
+
 @pytest.mark.parametrize("kind", ["memory", "driver"])
 def test_split_image_while_one_gpu_cannot_load_the_model(host, files, kind):
     expected, with_lora = (

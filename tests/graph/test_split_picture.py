@@ -98,7 +98,7 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
     velocity, failed = split.shard_velocity, []
 
     def short(transformer, shard, *args):
-        if len(failed) == 0 and threading.current_thread().name.endswith("_1"):
+        if len(failed) == 0 and threading.current_thread().name.endswith("#2"):
             failed.append(transformer)
             raise torch.OutOfMemoryError("out of memory")
         return velocity(transformer, shard, *args)

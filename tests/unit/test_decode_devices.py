@@ -14,7 +14,9 @@ from pretend_card import HANG, pretend_cards
 from sana_core.decode import decode_latents, devices
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages
-from sana_core.runtime.accelerator import is_driver_error
+from sana_core.runtime import device_team
+from sana_core.runtime.accelerator import free_bytes, is_driver_error
+from sana_core.runtime.cancellation import no_poll
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIDE = 8, 5
@@ -39,6 +41,10 @@ def small():
     return f32c32(1, **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()})
 
 
+def workers_of(autoencoder, names):
+    return devices.Workers(autoencoder.decoder, list(map(torch.device, names)), free_bytes, [], None, no_poll)
+
+
 class Setup:
     """`count` GPUs, a decoder on the first one, and the image and the calls of a decode without failures."""
 
@@ -52,7 +58,7 @@ class Setup:
         self.expected = decode_latents(self.autoencoder, self.latents, devices=["cuda:0"])
         self.decode()
         cards.calls.clear()
-        devices.Workers(self.autoencoder.decoder, [torch.device(name) for name in self.names[:2]], [])
+        workers_of(self.autoencoder, self.names[:2])
         # Calls on the first GPU until there is another copy of the weights.
         self.copying = cards.calls[torch.device("cuda:0")]
         cards.calls.clear()
@@ -122,15 +128,19 @@ def test_a_failure_while_one_gpu_computes_few_positions(kind, monkeypatch):
             setup.check("cuda:0", kind, at)
 
 
+def impatient(monkeypatch, seconds=2.0):
+    limits = device_team.LIMITS._replace(first=seconds, grace=seconds, patience=0.0, ending=seconds)
+    monkeypatch.setattr(device_team, "LIMITS", limits)
+
+
 @pytest.mark.parametrize("name", ["cuda:0", "cuda:1"])
 def test_a_gpu_that_hangs_is_left_out(name, monkeypatch):
     with pretend_cards(2) as cards:
         setup = Setup(cards, 2)
-        monkeypatch.setattr(devices, "HANG_TIMEOUT", 1.0)
-        monkeypatch.setattr(devices, "ABORT_TIMEOUT", 0.3)
+        impatient(monkeypatch)
         # In a global stage, and in the local stage.
-        for at in (setup.calls[name] // 3, setup.calls[name] - 15):
-            cards.released.clear()
+        for at in (setup.copying + (setup.calls[name] - setup.copying) // 3, setup.calls[name] - 15):
+            cards.released.clear(), cards.hung.clear()
             cards.fail(name, HANG, at)
             (event,) = events_of(setup)
             # The call may be a copy to the other GPU, which waits for both.
@@ -139,13 +149,22 @@ def test_a_gpu_that_hangs_is_left_out(name, monkeypatch):
             cards.release()
 
 
+def test_a_gpu_that_hangs_while_it_gets_the_weights_is_left_out(monkeypatch):
+    with pretend_cards(3) as cards:
+        setup = Setup(cards, 3)
+        impatient(monkeypatch)
+        cards.fail("cuda:2", HANG, 5)
+        assert events_of(setup) == ["cuda:2 was left out (TimeoutError)"]
+        cards.release()
+
+
 def test_cancel_ends_a_decode_while_a_gpu_hangs(monkeypatch):
     class Cancelled(BaseException):
         pass
 
     with pretend_cards(2) as cards:
         setup = Setup(cards, 2)
-        monkeypatch.setattr(devices, "ABORT_TIMEOUT", 0.3)
+        impatient(monkeypatch)
         cards.fail("cuda:1", HANG, setup.calls["cuda:1"] // 2)
         begun = time.monotonic()
 
@@ -193,19 +212,32 @@ def test_a_full_first_gpu_leaves_the_image_to_the_others():
         assert event.startswith("cuda:0 was left out (0 MiB are free, ")
 
 
-def test_a_gpu_with_less_memory_than_its_plan_gets_smaller_strips_and_the_others_keep_theirs(monkeypatch):
+def test_a_gpu_whose_memory_runs_out_is_left_out_and_the_others_keep_their_strips(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SIDE", (24, 24))
+    with pretend_cards(3) as cards:
+        setup = Setup(cards, 3)
+        report = {}
+        setup.decode(report, max_bytes=2**40)
+        plan = report["plan"]
+        cards.limit("cuda:1", setup.copy + 2 * setup.floor)
+        image = setup.decode(report, max_bytes=2**40)
+        assert relative(image, setup.expected) <= 1e-5
+        assert report["events"] == ["cuda:1 failed (OutOfMemoryError), its rows went to the others"]
+        assert report["plan"] == plan
+
+
+def test_the_last_gpu_takes_smaller_strips_when_memory_runs_out_on_all(monkeypatch):
     monkeypatch.setattr(f"{__name__}.SIDE", (24, 24))
     with pretend_cards(2) as cards:
         setup = Setup(cards, 2)
+        cards.limit("cuda:0", setup.weights + 2 * setup.floor)
         cards.limit("cuda:1", setup.copy + 2 * setup.floor)
         report = {}
-        setup.decode(report, max_bytes=2**40)
-        (event,) = report["events"]
-        assert event.startswith("out of memory on cuda:1, continued with ") and not event.endswith(report["plan"])
-        cards.limit("cuda:1", setup.copy + setup.floor // 4)
-        *events, last = events_of(setup, max_bytes=2**40)
-        assert all("out of memory on cuda:1, continued with" in event for event in events)
-        assert last == "cuda:1 failed (OutOfMemoryError), its rows went to the others"
+        image = setup.decode(report, max_bytes=2**40)
+        assert relative(image, setup.expected) <= 1e-5
+        left_out, *smaller, last = report["events"]
+        assert left_out.endswith(" failed (OutOfMemoryError), its rows went to the others")
+        assert last == f"out of memory, continued with {report['plan']}" and len(smaller) < 5
 
 
 def test_when_all_gpus_are_full_the_error_is_about_memory():
@@ -221,7 +253,7 @@ def test_a_copy_of_the_decoder_takes_no_memory_on_the_first_gpu():
     with pretend_cards(3) as cards:
         setup = Setup(cards, 3)
         torch.cuda.reset_peak_memory_stats("cuda:0")
-        workers = devices.Workers(setup.autoencoder.decoder, [torch.device(name) for name in setup.names], [])
+        workers = workers_of(setup.autoencoder, setup.names)
         assert cards.peak[torch.device("cuda:0")] == setup.weights
         assert cards.alive[torch.device("cuda:1")] == cards.alive[torch.device("cuda:2")] == setup.copy
         for worker in workers.living[1:]:

@@ -1,17 +1,20 @@
 """A picture that several devices share, against the library's forward and against itself on other numbers of them."""
 
+import gc
 import weakref
-from threading import Event, Timer
+from threading import Event, Timer, current_thread
 from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
+from pretend_card import pretend_cards
 from test_forward import guidance_of, theirs
 from tiny import VARIANTS, random_prompt, tiny_transformer
 
 from sana_core import generate
 from sana_core.__main__ import main
 from sana_core.decode import devices as decode_devices
+from sana_core.decode import oom
 from sana_core.errors import InputError
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.forward_inputs import Perturbation
@@ -216,6 +219,10 @@ def test_the_last_member_says_why_it_failed_and_a_mistake_is_no_failure_of_a_dev
     assert split.living == [0, 1]
 
 
+def image_threads():
+    return [thread for thread in enumerate_threads() if thread.name.startswith("sana image")]
+
+
 def test_cancel_ends_a_step_in_its_midst(step):
     x, arguments, _ = step
 
@@ -234,7 +241,11 @@ def test_cancel_ends_a_step_in_its_midst(step):
     with pytest.raises(Cancelled):
         Timer(0.2, begun.set).start()
         Split([CPU] * 2).run(x, work, poll=poll)
-    assert not [thread for thread in enumerate_threads() if thread.name.startswith("sana split")]
+    # Threads end without their Split. Errors of earlier tests refer to theirs.
+    gc.collect()
+    for thread in image_threads():
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_models_of_patches_are_refused():
@@ -244,8 +255,8 @@ def test_models_of_patches_are_refused():
         check_splittable("model", transformer)
 
 
-def drawn(checkpoint, **where):
-    return generate(["a red circle"], checkpoint, 3, steps=2, width=512, height=160, **where)
+def drawn(checkpoint, count=3, **where):
+    return generate(["a red circle"], checkpoint, count, steps=2, width=512, height=160, **where)
 
 
 def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
@@ -254,14 +265,26 @@ def test_generate_draws_the_same_picture_on_any_number_of_devices(checkpoint):
     assert torch.equal(drawn(checkpoint, devices=["cpu"] * 5, split=True), two)
 
 
+def test_one_thread_for_each_gpu_samples_and_decodes_all_images(checkpoint):
+    with pretend_cards(3) as cards:
+        drawn(checkpoint, devices=[str(device) for device in cards.devices], split=True, count=2)
+        threads = {name: number for name, number in cards.started.items() if name.startswith("sana image")}
+    assert threads == {f"sana image {device} #1": 1 for device in cards.devices}
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: device lost")])
 def test_a_sampled_image_is_decoded_on_the_cpu_if_no_device_can(checkpoint, monkeypatch, caplog, error):
     expected = drawn(checkpoint, devices=["cpu"] * 2, split=True)
 
-    def fail(*arguments):
-        raise error
+    real = decode_devices.pixel_rows
 
-    monkeypatch.setattr(decode_devices, "pixel_rows", fail)
+    def fail(*arguments):
+        if current_thread().name.startswith("sana image"):
+            raise error
+        return real(*arguments)
+
+    for module in (decode_devices, oom):
+        monkeypatch.setattr(module, "pixel_rows", fail)
     assert relative(drawn(checkpoint, devices=["cpu"] * 2, split=True), expected) < 1e-5
     assert "no device could decode the image" in caplog.text
 

@@ -23,6 +23,7 @@ from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.latents import CHANNELS, DOWNSCALE, check_channels
 from ....sana_core.model.layers import arrange_convolutions
 from ....sana_core.runtime.cancellation import Poll, Polled
+from ....sana_core.runtime.device_team import DeviceThreads
 from ....sana_core.runtime.text import Json
 from ..compat.internals import empty_vae, free_memory, path_of, remember_loader
 from ..file_stats import Reloader
@@ -35,6 +36,8 @@ from .weights import config_tensor, read, wide_dtype
 BUDGET = 0.9
 # The part of a GPU's memory that ComfyUI should clear for a decode that could also work with less.
 SHARE = 0.5
+# Key of the attachment with the threads of decodes on several devices.
+THREADS = "sana_threads"
 
 
 class SanaAutoencoder(AutoencoderDC):
@@ -230,6 +233,8 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     vae.handles_tiling = True
     vae.patcher = comfy.model_patcher.ModelPatcher(autoencoder, device, comfy.model_management.vae_offload_device())
     remember_loader(vae.patcher, reload, path)
+    # For all decodes on several devices.
+    vae.patcher.set_attachments(THREADS, DeviceThreads())
     keep_on_device(vae.patcher)
     # Arrange the convolutions after each load, because the device may have changed.
     vae.patcher.add_callback_with_key(
@@ -257,7 +262,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
             raise InputError(f"budget_gb: got {budget_gb}, expected at least {floor} for an image of {size}, or 0")
         options["max_bytes"] = int(budget_gb * 1e9)
     if every:
-        options["devices"] = every
+        options["devices"], options["threads"] = every, vae.patcher.get_attachment(THREADS)
         # Each other device needs room for a copy of the decoder.
         memory = vae.patcher.model_size() + vae.memory_used_decode(samples.shape, vae.vae_dtype)
         for device in every:

@@ -19,6 +19,7 @@ from ....sana_core.errors import InputError, first_line
 from ....sana_core.model.forward import shard_velocity, velocity
 from ....sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
+from ....sana_core.runtime.device_team import DeviceThreads
 from ....sana_core.runtime.text import get_logger
 from ....sana_core.split.devices import Split
 from ....sana_core.split.speed import relative_speeds
@@ -69,7 +70,8 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
     if len(devices) < 2:
         note = one_gpu_note() or "this machine has no other to share it with"
         return patched, f"one device, {devices[0]}, computes the image: {note}"
-    patched.set_attachments(SPLIT, devices[1:])
+    # The threads stay for further images, as long as there is a MODEL with this attachment.
+    patched.set_attachments(SPLIT, (devices[1:], DeviceThreads()))
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SPLIT, share_sampling)
     return patched, f"{len(devices)} devices share each image: {', '.join(map(str, devices))}"
 
@@ -81,7 +83,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
-    other_devices = patcher.get_attachment(SPLIT)
+    other_devices, threads = patcher.get_attachment(SPLIT)
     refuse_unshared(patcher, guider.conds)
     check_rows(noise.shape[2], len(other_devices) + 1)
     pixels = image_pixels(noise)
@@ -99,7 +101,7 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     positive = guider.conds["positive"][0]
     positive["additional_models"] = [*positive.get("additional_models", []), *free]
     shares = {head.load_device: free[i :: len(heads)] for i, head in enumerate(heads)}
-    groups = {device: Group(replicas, device) for device, replicas in shares.items() if replicas}
+    groups = {device: Group(replicas, device, threads) for device, replicas in shares.items() if replicas}
     guider.model_options["transformer_options"][SPLIT] = groups
 
     def prepare_sampling(executor, model: ModelPatcher, shape: torch.Size, conds: dict, *args, **kwargs):
@@ -133,10 +135,13 @@ def refuse_unshared(model: ModelPatcher, conds: dict) -> None:
 
 
 class Group:
-    """The devices that compute the model's calls on `head` together: first `head`, then the replicas' devices."""
+    """The devices that compute the model's calls on `head` together: first `head`, then the replicas' devices.
 
-    def __init__(self, replicas: list[ModelPatcher], head: torch.device) -> None:
-        self.replicas = replicas
+    `threads` also computed earlier samplings.
+    """
+
+    def __init__(self, replicas: list[ModelPatcher], head: torch.device, threads: DeviceThreads) -> None:
+        self.replicas, self.threads = replicas, threads
         self.devices = [head, *(replica.load_device for replica in replicas)]
         self.split: Split | None = None
 
@@ -154,7 +159,7 @@ class Group:
         # A GPU without bf16 computes in another dtype than the first one.
         dtypes = [x.dtype, *(replica.model.get_dtype_inference() for replica in self.replicas)]
         if self.split is None:
-            self.split = Split(self.devices, relative_speeds(self.devices, transformers))
+            self.split = Split(self.devices, relative_speeds(self.devices, transformers), self.threads)
 
         def work(shard: Shard) -> torch.Tensor:
             member_transformer = transformers[shard.member]
