@@ -28,7 +28,6 @@ from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages, encoder_stages
 from sana_core.memory import count_passes, transformer_bytes
 from sana_core.model.forward import prepare, velocity
-from sana_core.model.fp8 import quantise_products
 from sana_core.model.known_models import VARIANTS
 from sana_core.model.layers import arrange_convolutions, join_projections
 from sana_core.model.sharded_ops import ShardedOps
@@ -54,18 +53,16 @@ def figures(counter: Counter, predicted: int | None = None) -> dict[str, Any]:
     return values
 
 
-def transformer(variant: str, pixels: int, fp8: bool = False) -> Any:
+def transformer(variant: str, pixels: int) -> Any:
     """Return a transformer of that variant with empty weights on the first accelerator."""
     with torch.device(FIRST):
         model = build(VARIANTS[variant], DTYPE, pixels).requires_grad_(False)
     # As in `load_models`.
     join_projections(model)
-    if fp8:
-        quantise_products(model)
     return model
 
 
-def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) -> dict[str, Any]:
+def step(variant: str, pixels: int, perturbed: bool = False) -> dict[str, Any]:
     """Return the counts of a guided step with a short negative prompt and a long prompt.
 
     The launches are from the second step, and the peak is from the first step.
@@ -74,7 +71,7 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
     scalars = {torch.int64: TOKENS, torch.bool: False}
     first, second = Counter(scalars), Counter(scalars)
     with fake_accelerators(), torch.no_grad():
-        model = transformer(variant, pixels, fp8)
+        model = transformer(variant, pixels)
         prompt = torch.empty(1, TOKENS, 2304, dtype=DTYPE, device=FIRST), torch.ones(1, TOKENS)
         x = torch.empty(1, 32, pixels // 32, pixels // 32, device=FIRST)
         attention = perturbed_attention(model.config, 3.0, "") if perturbed else None
@@ -88,10 +85,10 @@ def step(variant: str, pixels: int, perturbed: bool = False, fp8: bool = False) 
     passes = count_passes(4.5, perturbed)
     predicted = transformer_bytes(VARIANTS[variant], side, side, 1, DTYPE, True, passes=passes)
     second.peak = first.peak
-    return figures(second, None if fp8 else predicted)
+    return figures(second, predicted)
 
 
-def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = False) -> dict[str, Any]:
+def share(variant: str, pixels: int, passes: int, members: int) -> dict[str, Any]:
     """Return the counts of one of `members` devices that share the rows of a step.
 
     The tensors of the other members are on another device. With three or more members, this one has two neighbours.
@@ -111,7 +108,7 @@ def share(variant: str, pixels: int, passes: int, members: int, fp8: bool = Fals
 
     side, counter = pixels // 32, Counter()
     with fake_accelerators(Counter({torch.int64: TOKENS, torch.bool: False})), torch.no_grad():
-        model = transformer(variant, pixels, fp8)
+        model = transformer(variant, pixels)
         prompts = torch.empty(passes, TOKENS, 2304, dtype=DTYPE, device=FIRST)
         constants = prepare(model, prompts, torch.ones(passes, TOKENS, device=FIRST), side // members, side)
         x = torch.empty(passes, 32, side // members, side, dtype=DTYPE, device=FIRST)
@@ -132,8 +129,6 @@ def shares() -> dict[str, Any]:
             ("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2), ("one of four", 1, 2)
         ):  # fmt: skip
             figures_of_shares[f"{variant}, {pixels} px, {name}"] = share(variant, pixels, passes, members)
-    for name, passes, members in (("one", 2, 1), ("one of two", 1, 1), ("one of two, by rows", 2, 2)):
-        figures_of_shares[f"1.6B, 1024 px, fp8, {name}"] = share("1.6B", 1024, passes, members, fp8=True)
     return figures_of_shares
 
 
@@ -245,8 +240,7 @@ def main() -> None:
     result = {
         "note": "counted on fake tensors, in bf16; nothing of this has run on a card",
         "guided_step": {f"{name}, {pixels} px": step(name, pixels) for name, pixels in STEPS}
-        | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)}
-        | {f"1.6B, {pixels} px, fp8": step("1.6B", pixels, fp8=True) for pixels in (1024, 4096)},
+        | {"1.6B, 1024 px, PAG": step("1.6B", 1024, perturbed=True)},
         "guided_step_of_a_share": shares(),
         "decode": {f"{pixels} px": decode(pixels) for pixels in SIDES},
         "decode_smallest": {f"{pixels} px": decode(pixels, smallest=True) for pixels in SMALL_SIDES},

@@ -46,7 +46,6 @@ PARTS = {
     "kernels": Part(20, "Each fused kernel beside plain torch and beside the bytes that it must move"),
     "correctness": Part(90, "Is the GPU as close to fp32 on the CPU as the libraries are?"),
     "pipeline": Part(100, "A whole 1.6B pipeline: seconds, memory, and memory that runs out"),
-    "fp8": Part(30, "Is fp8 faster, and how far off is it?"),
     "graph": Part(30, "Is a CUDA graph of a step faster, with the same bits?"),
     "train": Part(90, "Seconds and memory of a LoRA step beside the prediction"),
     "compile": Part(120, "Does a step compile with the kernels, and is it faster?"),

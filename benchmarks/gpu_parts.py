@@ -504,35 +504,6 @@ def save_released_folder(recorder: Recorder, folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def fp8(recorder: Recorder) -> None:
-    from sana_core.errors import InputError
-    from sana_core.model.fp8 import check_fp8, quantise_products
-
-    if recorder.small:
-        # Before torch 2.14, CPUs have no fp8 products with a scale for each row, so pretended GPUs have none either.
-        try:
-            check_fp8(recorder.device)
-        except InputError as error:
-            recorder.figure("fp8 products", skipped=str(error)[:100])
-            return
-    recorder.attempt("fp8 products run", lambda: {"passed": check_fp8(recorder.device) is None})
-    for variant, pixels in step_sizes(recorder.small)[::2]:
-        s = build_step(recorder, variant, pixels)
-        exact = s.velocity().float()
-        weights = torch.cuda.memory_allocated()
-        quantise_products(s.transformer)
-
-        def compare(s: Step = s, exact: torch.Tensor = exact, weights: int = weights) -> dict[str, Any]:
-            cells = s.x.shape[-1]
-            quantised = s._replace(constants=prepare(s.transformer, s.embeds, s.mask, cells, cells))
-            error = (quantised.velocity().float() - exact).norm() / exact.norm()
-            saved = (weights - torch.cuda.memory_allocated()) / GB
-            return measure(quantised.velocity) | {"error": round(float(error), 4), "weights_gb_saved": round(saved, 2)}
-
-        recorder.attempt(f"{variant}, {pixels} px", compare)
-        profile(recorder, f"{variant}, {pixels} px", s.velocity)
-
-
 def graph(recorder: Recorder) -> None:
     for variant, pixels in step_sizes(recorder.small)[:2]:
         s = build_step(recorder, variant, pixels)
@@ -620,7 +591,6 @@ PART_FUNCTIONS: dict[str, Callable[[Recorder], None]] = {
     "kernels": kernels,
     "correctness": correctness,
     "pipeline": pipeline,
-    "fp8": fp8,
     "graph": graph,
     "train": train,
     "compile": compile_step,

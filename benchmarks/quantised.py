@@ -6,10 +6,6 @@ velocity. The released weights are not available. One model is the tiny one, whi
 is as wide as the 1.6B model, with two blocks and random weights, which have no outliers. A CPU dequantises fp8, mxfp8
 and nvfp4 and computes in fp32. GPUs with the format quantise the layers' inputs too, as int8 does here. Formats that
 only GPUs can quantise are rounded here by the plain torch code of the same library.
-
-The benchmark also measures `--fp8` of the command line, which torch multiplies on a CPU too. Random products of SANA's
-widths are compared with the plain product, with the exact product of the rounded operands and with ComfyUI's
-fp8_e4m3fn_fast. Images are compared with images in fp32.
 """
 
 from __future__ import annotations
@@ -28,9 +24,6 @@ SIGMAS = (0.9, 0.5, 0.1)
 TOKENS = 40
 BLOCKS = 2
 CELLS = {"sana-tiny": 4, "1.6B wide": 8}
-# (inputs, outputs) of the products.
-SIDES = ((1152, 2304), (2240, 6720), (5600, 2240))
-PROMPTS = ("a red circle on a blue background", "a blue square on a white background")
 
 
 def wide_file(folder: Path) -> Path:
@@ -93,49 +86,6 @@ def errors(file: Path, cells: int, forms: list[str]) -> dict[str, float]:
     return figures | {"computed in bf16": relative(velocities_in_bf16(file, cells), expected)}
 
 
-def fp8_products() -> dict[str, dict[str, float]]:
-    """Return the relative errors of random products, with inputs of about 1 and weights of about 0.02."""
-    import comfy.ops
-
-    from sana_core.model.fp8 import FORMAT, Fp8Linear, scaled_rows
-
-    figures = {}
-    for inputs, outputs in SIDES:
-        layer = torch.nn.Linear(inputs, outputs, bias=False).bfloat16()
-        torch.nn.init.normal_(layer.weight, std=0.02)
-        states = torch.randn(1, 512, inputs).bfloat16()
-        plain, got = states[0].double() @ layer.weight.double().T, Fp8Linear(layer)(states)[0]
-        rounded = [codes.double() * scale for codes, scale in map(scaled_rows, (states[0], layer.weight))]
-        theirs = comfy.ops.fp8_ops.Linear(inputs, outputs, False, device="cpu", dtype=FORMAT)
-        theirs.weight = torch.nn.Parameter(layer.weight.to(FORMAT), requires_grad=False)
-        figures[f"{inputs} to {outputs}"] = {
-            "beside the plain product": relative(got, plain),
-            "exact product of the rounded operands beside it": relative(rounded[0] @ rounded[1].T, plain),
-            "beside the exact product of the rounded operands": relative(got, rounded[0] @ rounded[1].T),
-            "fp8_e4m3fn_fast beside the plain product": relative(
-                comfy.ops.fp8_linear(theirs, states.clone())[0], plain
-            ),
-        }
-    return figures
-
-
-def fp8_images() -> dict[str, float]:
-    """Return the mean differences between images of sana-tiny and the images in fp32, in levels of 255."""
-    from pretend_card import pretend_cards
-
-    from sana_core import generate
-    from sana_core.kernels import trial
-
-    settings: dict[str, Any] = {"checkpoint": ROOT / "tests" / "models" / "sana-tiny", "width": 128, "height": 128}
-    plain, figures = generate(list(PROMPTS), count=4, devices=["cpu"], **settings), {}
-    trial.TRIALS.clear()
-    with pretend_cards(1):
-        for fp8 in (False, True):
-            got = generate(list(PROMPTS), count=4, devices=["cuda:0"], dtype="bfloat16", fp8=fp8, **settings)
-            figures["fp8" if fp8 else "bf16"] = round(127.5 * (got - plain).abs().mean().item(), 2)
-    return figures
-
-
 def main() -> None:
     from in_process import Host
 
@@ -147,8 +97,6 @@ def main() -> None:
             "note": "relative errors beside the plain file in fp32; 1.6B wide is two blocks with random weights; what "
             "is not quantised is in fp32 here, on cards in bf16",
             "errors": {name: errors(file, CELLS[name], forms) for name, file in files.items()},
-            "fp8_products_of_the_command_line": fp8_products(),
-            "levels_of_the_command_line": fp8_images(),
         }
     write(__file__, result)
 

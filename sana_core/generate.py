@@ -45,7 +45,6 @@ class SamplingOptions(TypedDict, total=False):
     compiled: bool
     reference: str
     loras: tuple[tuple[str, float], ...]
-    fp8: bool
 
 
 class InputOptions(TypedDict, total=False):
@@ -114,7 +113,7 @@ def generate(
     if cluster is not None and best is None:
         # No device of this machine takes part.
         devices = None
-    request = make_request(prompts, checkpoint, settings, seed, images, devices, cluster is not None, options)
+    request = make_request(prompts, checkpoint, settings, seed, images, devices, options)
     if best is None:
         return collect(backend, request)
     picks = pick_images(backend, request, best)
@@ -138,7 +137,7 @@ def generate_best(
     if best is None:
         raise InputError("best: got none, expected best, of and scorer; use generate for images without a choice")
     backend = find_backend(cluster, options.get("say", no_status))
-    request = make_request(prompts, checkpoint, settings, seed, best.of, devices, cluster is not None, options)
+    request = make_request(prompts, checkpoint, settings, seed, best.of, devices, options)
     return pick_images(backend, request, best)
 
 
@@ -174,7 +173,6 @@ def make_request(
     seed: int,
     count: int,
     devices: Sequence[str | torch.device] | None,
-    on_cluster: bool,
     options: Options,
 ) -> Request:
     """Return the checked request. Raises InputError if inputs do not fit the model, the settings or each other."""
@@ -199,7 +197,7 @@ def make_request(
             raise InputError(f"latents: got the shape {list(latents.shape)}, expected {expected}")
     image_inputs = ImageInputs(latents=latents, callback=options.get("callback"))
     workload = Workload(texts, images, options.get("chunk"), inputs=image_inputs)
-    request = prepare(workload, checkpoint, settings, devices, on_cluster)
+    request = prepare(workload, checkpoint, settings, devices)
     if embeds.prompt_embeds is None:
         return request
     return request._replace(workload=workload._replace(encoded=encoded_prompts(embeds, request)))

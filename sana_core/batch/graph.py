@@ -30,10 +30,8 @@ def graph_of(prompt: str, seed: int, settings: Json, checkpoint: str) -> dict[st
         "resolution": "auto",
         "reference": settings["reference"],
     }
-    # ComfyUI chooses the dtype of text encoder, transformer and VAE by the device, and a graph cannot choose it. The
-    # loader's fp8 has one scale per weight, the batch's one per row, so the loader's would only add rounding errors.
-    types = f"{settings['dtype']} with fp8 products" if settings["fp8"] else settings["dtype"]
-    title = f"SANA Loader (the batch computed in {types}; other types change details)"
+    # ComfyUI chooses the dtype of text encoder, transformer and VAE by the device, and a graph cannot choose it.
+    title = f"SANA Loader (the batch computed in {settings['dtype']}; other types change details)"
     nodes: dict[str, tuple[str, str, Json]] = {"1": ("SanaNodesLoader", title, loader)}
     model: Link = ["1", 0]
     clip: Link = ["1", 1]

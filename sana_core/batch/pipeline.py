@@ -24,7 +24,6 @@ from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
 from ..model.forward import longest_prompt
-from ..model.fp8 import check_fp8, quantise_products
 from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS
 from ..model.latents import check_patches, latent_shape, noise_stream
 from ..model.layers import join_projections
@@ -78,8 +77,6 @@ class SamplingSettings(NamedTuple):
     reference: str = AUTO
     # (path, strength) pairs that are merged into the weights. On a cluster the path must exist on every machine.
     loras: tuple[tuple[str, float], ...] = ()
-    # Multiply in 8 bits. Faster on GPUs that support it, with half of the memory, but inexact. See fp8.py.
-    fp8: bool = False
 
 
 class ResolvedSettings(SamplingSettings):
@@ -109,20 +106,16 @@ def prepare(
     checkpoint: Source,
     settings: SamplingSettings,
     devices: Sequence[str | torch.device] | None = None,
-    on_cluster: bool = False,
 ) -> Request:
     """Check the prompts, find the devices, inspect the checkpoint, and resolve the settings.
 
     `devices`: see `local_devices`. Raises InputError for prompts that UTF-8 cannot encode, for devices that do not
-    exist or cannot multiply in fp8, and as `resolve_settings` does. Raises CheckpointError, MissingFileError or
-    ReadError for a checkpoint that cannot be loaded.
+    exist, and as `resolve_settings` does. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that
+    cannot be loaded.
     """
     for number, prompt in enumerate(workload.prompts, 1):
         check_text(f"prompt {number}", prompt)
     own_devices = local_devices(devices)
-    if settings.fp8 and not on_cluster:
-        for device in own_devices:
-            check_fp8(device)
     checkpoint = inspect_checkpoint(checkpoint)
     return Request(workload, checkpoint, resolve_settings(settings, checkpoint), own_devices)
 
@@ -192,8 +185,6 @@ def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> Resolved
         if note := reference_note(lora.name, lora.weights.metadata, info.reference):
             logger.warning(note)
     check_name("dtype", settings.dtype, DTYPES)
-    if settings.fp8 and settings.dtype != "bfloat16":
-        raise InputError(f"fp8: got it with dtype {settings.dtype}, expected bfloat16; choose that, or leave it out")
     return ResolvedSettings._make(settings)
 
 
@@ -251,16 +242,14 @@ def load_models(
     resolution: int | None = None,
     decoder_dtype: str | None = None,
 ) -> Models:
-    """Load the transformer of `checkpoint` on `device`, with the dtype, reference, LoRAs and fp8 of `settings`, and the
-    VAE of the checkpoint `autoencoder`, if any, with `decoder_dtype` or else the dtype of `settings`.
+    """Load the transformer of `checkpoint` on `device`, with the dtype, reference and LoRAs of `settings`, and the VAE
+    of the checkpoint `autoencoder`, if any, with `decoder_dtype` or else the dtype of `settings`.
 
     `resolution` in pixels overrides the resolution in the checkpoint.
     """
     transformer = load_transformer(checkpoint, device, getattr(torch, settings.dtype), resolution, settings.reference)
     merge_loras(transformer, settings.loras)
     join_projections(transformer)
-    if settings.fp8:
-        quantise_products(transformer)
     decoder = None if autoencoder is None else load_decoder(autoencoder, device, decoder_dtype or settings.dtype)
     return Models(transformer, decoder, shift_of(checkpoint, resolution, settings.reference))
 

@@ -36,7 +36,7 @@ OPTIONS = MappingProxyType(
         **dict.fromkeys(("lora", "loras"), "--lora"),
         **dict.fromkeys(("checkpoint", "model"), "--checkpoint"),
         **{name: f"--{name.replace('_', '-')}" for name in ("pag_scale", "pag_blocks", "guidance_interval")},
-        **{name: f"--{name}" for name in ("reference", "dtype", "fp8", "compile")},
+        **{name: f"--{name}" for name in ("reference", "dtype", "compile")},
     }
 )
 DELIMITERS = (",", ";", "\t")

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     workload = Workload([prompt.text for prompt in prompts], images, arguments.chunk)
     devices, cluster = devices_of(arguments), cluster_of(arguments)
     settings = settings_of(arguments, devices)
-    request = prepare(workload, arguments.checkpoint, settings, devices, cluster is not None)
+    request = prepare(workload, arguments.checkpoint, settings, devices)
     show_scheduler(request.checkpoint)
     make_folder(arguments.out)
     # Check that the folder is not another program's.

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
 IMAGES_ONLY = {
     **dict.fromkeys(("best", "of", "scorer", "lora", "cluster", "gpus", "resource", "chunk")),
     **{"count": 1, "split": False, "pag_scale": 0.0, "pag_blocks": "", "guidance_interval": (0.0, 1.0)},
-    **{"fp8": False, "compile": False, "gpus_per_worker": 1.0},
+    **{"compile": False, "gpus_per_worker": 1.0},
 }
 
 

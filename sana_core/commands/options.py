@@ -78,11 +78,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "float16 is for models that were trained for it",
     )
     add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
-    add(
-        "--fp8",
-        action="store_true",
-        help="multiply in 8 bits, which is inexact, but smaller and faster; needs a GPU with fp8, such as NVIDIA's Ada",
-    )
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,6 @@ from ..checkpoints import Checkpoint, inspect_checkpoint, load_controlnet
 from ..checkpoints.fingerprint import difference, fingerprint
 from ..errors import CheckpointError, OutputError, SanaError, first_line
 from ..model.controlnet import Control
-from ..model.fp8 import check_fp8
 from ..runtime.accelerator import empty_cache, is_driver_error, is_out_of_memory, release_memory_of, set_current_device
 from ..runtime.cancellation import Poll, Polled
 from ..runtime.folder_lock import OWN, check_run
@@ -169,7 +168,7 @@ class Job(NamedTuple):
         """What the loaded models depend on."""
         settings = self.settings
         files = self.transformer, self.autoencoder, repr(self.weights), self.revision, settings.loras
-        return *files, self.resolution, self.decoder_dtype, settings.dtype, settings.reference, settings.fp8
+        return *files, self.resolution, self.decoder_dtype, settings.dtype, settings.reference
 
 
 def unpack_job(payload: Json) -> Job:
@@ -216,8 +215,6 @@ class Body:
         """
         self.job = job = unpack_job(payload)
         set_switches(job.switches)
-        if job.settings.fp8:
-            check_fp8(self.device)
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
         self.negative, self.encoder_device = None, self.device

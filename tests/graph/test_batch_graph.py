@@ -84,16 +84,15 @@ OTHER_VALUES = {
     "compiled": True,
     "reference": "nvidia",
     "loras": None,
-    "fp8": True,
 }
 
 
 @pytest.mark.parametrize("field", SamplingSettings._fields)
 def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, field):
     assert field in OTHER_VALUES, f"{field}: put it into the graph of sana_core/batch/graph.py, and a value here"
-    # fp8 needs bfloat16, and the blocks need a scale.
-    needed = {"fp8": {"dtype": "bfloat16"}, "pag_blocks": {"pag_scale": 1.0, "pag_blocks": "2"}}
-    settings = SamplingSettings(128, 128, steps=3, **needed.get(field, {}))
+    # The blocks need a scale.
+    needed = {"pag_scale": 1.0, "pag_blocks": "2"} if field == "pag_blocks" else {}
+    settings = SamplingSettings(128, 128, steps=3, **needed)
     changed = settings._replace(**{field: loras if field == "loras" else OTHER_VALUES[field]})
     described = [
         describe_settings(resolve_settings(choice, checkpoint), inspect_checkpoint(checkpoint))
@@ -108,7 +107,7 @@ def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, fiel
 
 
 def test_the_loaders_title_names_what_the_graph_cannot_set(host, checkpoint):
-    settings = SamplingSettings(128, 128, steps=3, dtype="bfloat16", fp8=True)
+    settings = SamplingSettings(128, 128, steps=3, dtype="bfloat16")
     described = describe_settings(resolve_settings(settings, checkpoint), inspect_checkpoint(checkpoint))
     graph = graph_in(encode_png(torch.zeros(3, 8, 8), "", 7, described, str(checkpoint)))
-    assert "bfloat16 with fp8 products" in graph["1"]["_meta"]["title"]
+    assert "computed in bfloat16;" in graph["1"]["_meta"]["title"]

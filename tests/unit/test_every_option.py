@@ -97,7 +97,6 @@ SAMPLING = {
     "reference": "--reference nvidia",
     "dtype": "--dtype bfloat16",
     "compile": "--compile",
-    "fp8": "--fp8",
     "chunk": "--chunk 2",
     "devices": "--devices cpu cpu cpu",
     "cluster": "--cluster 10.0.0.1:6379",

@@ -49,8 +49,8 @@ def test_a_part_of_a_checkpoint_is_refused_for_a_cluster(checkpoint):
     info = sana_core.inspect_checkpoint(checkpoint)
     workload = Workload(["a cat"], batch_images(1, 1, 0))
     settings = SamplingSettings(width=32, height=32, steps=1)
-    assert make_job(prepare(workload, info, settings, on_cluster=True)).settings.steps == 1
-    request = prepare(workload, info, settings, on_cluster=True)._replace(checkpoint=find_part(info, "transformer"))
+    assert make_job(prepare(workload, info, settings)).settings.steps == 1
+    request = prepare(workload, info, settings)._replace(checkpoint=find_part(info, "transformer"))
     # The path of a component is its own folder, which is inspected to the same Checkpoint.
     assert make_job(request).settings.steps == 1
     with pytest.raises(InputError, match="^checkpoint: got a part or a moving average for a cluster, expected a whole"):

@@ -76,7 +76,6 @@ REFUSED = {
     "guidance_interval": ["0.1", "0.9"],
     "lora": ["a.safetensors"],
     "compile": [],
-    "fp8": [],
     "chunk": ["2"],
     "cluster": ["auto"],
     "gpus": ["1"],
