@@ -73,7 +73,7 @@ class SanaDiffusionModel(SanaTransformer2DModel):
                 return_dict=False,
             )[0]
         group = transformer_options.get(SPLIT, {}).get(x.device)
-        if group is not None:
+        if group is not None and group.has_weights_of(self, prompt):
             return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
         return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
@@ -89,6 +89,8 @@ class SanaModel(comfy.model_base.BaseModel):
 
     def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
         note_unused(transformer_options)
+        if kwargs.get("prompt") is not None:
+            kwargs["prompt"].weights = self.current_weight_patches_uuid
         return super().apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
 
     def memory_required(self, input_shape, cond_shapes={}):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from uuid import UUID
 
 import comfy.conds
 import torch
@@ -34,7 +36,7 @@ class Prompt:
         self.field, self.keep = field, keep
         self.perturbed: PerturbedAttention | None = None
         self.copies: dict[PerturbedAttention | Prompt, Prompt] = {}
-        self.constants: dict[tuple, tuple[Constants, Perturbation | None]] = {}
+        self.constants: dict[tuple[object, ...], tuple[Constants, Perturbation | None]] = {}
 
     @cached_property
     def tokens(self) -> int:
@@ -66,6 +68,9 @@ class Prompt:
 class PromptBatch:
     """The prompts of one call of the model. Each prompt has the same number of images."""
 
+    # ComfyUI's id of the LoRAs that are merged into the weights. `SanaModel.apply_model` sets it for each call.
+    weights: UUID | None = None
+
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
 
@@ -77,9 +82,11 @@ class PromptBatch:
     def constants(self, transformer: torch.nn.Module, x: torch.Tensor) -> tuple[Constants, Perturbation | None]:
         """Return the constants for `x` [B, 32, h, w] or [B, C, T, h, w].
 
-        They are computed for the first call with these prompts and that shape.
+        They are computed for the first call with these prompts, that transformer, its weights and that shape. One
+        sampling may call several models: nodes of other packs refine with a second one, or guide with a worse one.
         """
-        key = (*map(id, self.prompts), tuple(x.shape), x.device, x.dtype)
+        # A dead reference equals no other one. An id could be that of a later prompt.
+        key = (*map(weakref.ref, self.prompts), transformer, self.weights, tuple(x.shape), x.device, x.dtype)
         cache = self.prompts[0].constants
         if key in cache:
             return cache[key]

@@ -101,7 +101,9 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     positive = guider.conds["positive"][0]
     positive["additional_models"] = [*positive.get("additional_models", []), *free]
     shares = {head.load_device: free[i :: len(heads)] for i, head in enumerate(heads)}
-    groups = {device: Group(replicas, device, threads) for device, replicas in shares.items() if replicas}
+    groups = {
+        head.load_device: Group(head, shares[head.load_device], threads) for head in heads if shares[head.load_device]
+    }
     guider.model_options["transformer_options"][SPLIT] = groups
 
     def prepare_sampling(executor, model: ModelPatcher, shape: torch.Size, conds: dict, *args, **kwargs):
@@ -135,15 +137,19 @@ def refuse_unshared(model: ModelPatcher, conds: dict) -> None:
 
 
 class Group:
-    """The devices that compute the model's calls on `head` together: first `head`, then the replicas' devices.
+    """The devices that compute the calls of `head` together: first its own device, then the replicas' devices.
 
     `threads` also computed earlier samplings.
     """
 
-    def __init__(self, replicas: list[ModelPatcher], head: torch.device, threads: DeviceThreads) -> None:
-        self.replicas, self.threads = replicas, threads
-        self.devices = [head, *(replica.load_device for replica in replicas)]
+    def __init__(self, head: ModelPatcher, replicas: list[ModelPatcher], threads: DeviceThreads) -> None:
+        self.head, self.replicas, self.threads = head, replicas, threads
+        self.devices = [head.load_device, *(replica.load_device for replica in replicas)]
         self.split: Split | None = None
+
+    def has_weights_of(self, transformer: torch.nn.Module, prompt: PromptBatch) -> bool:
+        """Whether the call is of `head`. A node of another pack may call a second model in the same sampling."""
+        return transformer is self.head.model.diffusion_model and prompt.weights in (None, self.head.patches_uuid)
 
     def velocity(
         self,
