@@ -21,7 +21,16 @@ from .checkpoint import SCALES, Checkpoint, Source
 from .configs import VIDEO2, contradiction, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
-from .keys import BASE_BLOCK, HOLDERS, VIDEO_TENSORS, WRAPPERS, Origin, autoencoder_origins, transformer_origins
+from .keys import (
+    BASE_BLOCK,
+    HOLDERS,
+    VIDEO_TENSORS,
+    WRAPPERS,
+    Origin,
+    autoencoder_origins,
+    is_adapter,
+    transformer_origins,
+)
 from .kinds import CHECKPOINT_KINDS, COMPONENT_FOLDERS, TRANSFORMER_KINDS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
@@ -38,7 +47,6 @@ TOKENIZERS = ("spiece_model", "tokenizer_json")
 # do not write the metadata of a node pack.
 SAVED_CONFIG = "sana_config"
 LARGEST_CONFIG = 1_000_000
-LORA = re.compile(r"[._](lora_[AB]|lora_(down|up)|lokr_w[12].*|hada_w[12]_[ab]|dora_scale|diff|diff_b)(\.|$)")
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 # Resolutions by the texts in file names, such as 512 and 4k.
 NAMED_RESOLUTIONS = {str(pixels): pixels for pixels in RESOLUTIONS}
@@ -209,9 +217,10 @@ def split_components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     The prefixes of a LoRA are part of its names.
     """
     groups: dict[int, dict[str, str]] = {}
+    names = list(names)
+    if is_adapter(names):
+        return [{name: name for name in names}]
     for name in names:
-        if LORA.search(name):
-            return [{name: name for name in names}]
         if name == AVERAGED:
             continue
         inner = WRAPPERS.sub("", name)
@@ -360,7 +369,7 @@ def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
     same = {name: Origin(name) for name in names}
     if relative(names):
         return "other", "", same
-    if any(LORA.search(name) for name in names):
+    if is_adapter(names):
         return "lora", "", same
     if {"controlnet_blocks.0.weight", "input_block.weight", "patch_embed.proj.weight"} <= names:
         return "controlnet", "diffusers", same

@@ -1,4 +1,4 @@
-"""Map the names of original files to diffusers' names: NVIDIA's transformer and ControlNet, and MIT's DC-AE.
+"""Map the names of original files to diffusers' names: NVIDIA's transformer and ControlNet, MIT's DC-AE, and adapters.
 
 A fused tensor becomes several equal parts along its first dimension.
 """
@@ -6,7 +6,7 @@ A fused tensor becomes several equal parts along its first dimension.
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 TRANSFORMER_NAMES = {
@@ -63,6 +63,23 @@ WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_w
 # What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
 HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
 
+# The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
+ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
+# Reads the end of a key in a file: a layer's name, the name that PEFT and diffusers give to an adapter in memory, such
+# as default or default_0, and the part of the adapter.
+LEAF = re.compile(
+    r"\.(?P<part>lora_(?:A|B|down|up|mid|bias)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|[ab][12]"
+    rf"|{ROWS}|alpha|dora_scale|oft_blocks|rescale|w_norm|b_norm|diff|diff_b|set_weight|reshape_weight)"
+    r"(?:\.(?!weight$|bias$)[\w-]+)?(?:\.weight|(?P<bias>\.bias))?$"
+    r"|(?:[._]lora(?:_linear_layer)?\.)(?P<old>up|down)\.weight$"
+    r"|(?:\.base_layer|\.modules_to_save(?:\.(?!weight$|bias$)[\w-]+)?)?\.(?P<whole>weight|bias)$"
+)
+# Other names of a part: of kohya, of diffusers' old files, of LyCORIS' norms, and of whole tensors.
+SAME = {
+    **{"lora_down": "lora_A", "lora_up": "lora_B", "down": "lora_A", "up": "lora_B"},
+    **{"w_norm": "diff", "b_norm": "diff_b", "set_weight": "weight"},
+}
+
 AUTOENCODER_PATTERNS = (
     (r"main\.|op_list\.", ""),
     (r"\.project_in\.conv\.", ".conv_in."),
@@ -89,6 +106,23 @@ class Origin(NamedTuple):
     name: str
     part: int = 0
     parts: int = 1
+
+
+def part_of(key: str) -> str:
+    """Return the part of an adapter that the tensor `key` of a file is, "" for none."""
+    match = LEAF.search(key)
+    if match is None:
+        return ""
+    part = match["part"] or match["old"] or match["whole"]
+    if match["bias"]:
+        return "lora_bias" if part in ("lora_B", "lora_up") else ""
+    return SAME.get(part, part)
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are of an adapter. Models have tensors named alpha, too."""
+    matches = filter(None, map(LEAF.search, names))
+    return any(match["old"] or match["part"] not in (None, "alpha") for match in matches)
 
 
 def transformer_origins(names: Set[str]) -> dict[str, Origin]:

@@ -16,7 +16,7 @@ from ..runtime.text import Json, brief
 from . import Checkpoint, find_part, inspect_checkpoint
 from .files import parse_json, read_json
 from .headers import PICKLED, read_file
-from .keys import HOLDERS, WRAPPERS
+from .keys import COLUMNS, HOLDERS, LEAF, ROWS, WRAPPERS, part_of
 from .load import check_finite
 from .schemas import check_peft
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
-# The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
-ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
 # Prefixes of a module's name: diffusers', PEFT's, none, ComfyUI's; and of a name with underscores instead of dots:
 # kohya's, OneTrainer's, SimpleTuner's.
 DOTTED = ("transformer.", "base_model.model.", "transformer.base_model.model.", "", "diffusion_model.")
@@ -34,17 +32,10 @@ FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
 # What torch.compile and FSDP insert into names with underscores, and what DDP puts before the module's name.
 FLAT_WRAPPERS = re.compile(r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)_")
 FLAT_HOLDERS = re.compile(rf"^({'|'.join(FLAT)})(?:module_|model_)+")
-# What comes after a layer's name in the keys of a file. Group 1 is a part of LoRA, DoRA, LoHa or LoKr, without the name
-# that PEFT and diffusers give to an adapter in memory, such as default or default_0. The rest are other adapters,
-# differences and LoRAs in diffusers' old names, which only ComfyUI reads.
-LEAF = re.compile(
-    rf"(?:\.(lora_A|lora_B|lora_down|lora_up|lora_mid|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|{ROWS}"
-    r"|alpha|dora_scale)(?:\.(?!weight$|bias$)[\w-]+)?(?:\.weight)?"
-    r"|\.lora(?:_linear_layer)?\.(?:up|down)\.weight|_lora\.(?:up|down)\.weight|\.lokr_\w+|\.[ab][12]\.weight"
-    r"|\.(?:oft_blocks|rescale|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight))$"
-)
-SAME = {"lora_down": "lora_A", "lora_up": "lora_B"}
+# The parts that change a layer's bias: what they are of it.
+BIASES = {"lora_bias": "diff", "diff_b": "diff", "bias": "weight"}
 # The factors whose number of rows is the rank.
+PRODUCTS = {"lora_A", "hada_w1_a", "lokr_w1", "lokr_w1_a", "a1"}
 RANKED = ("lora_A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 TWICE = "its weight has another layer in the file"
 # The key of PEFT's settings in the metadata of diffusers, and PEFT's two files in a folder.
@@ -55,7 +46,7 @@ SHOWN, LONGEST = 3, 240
 
 
 class Adapter(NamedTuple):
-    """The tensors of one layer by their parts, and the factor of the product of its matrices."""
+    """The tensors that change a parameter by their parts, and the factor of the product of its matrices."""
 
     parts: Tensors
     scale: float = 1.0
@@ -64,12 +55,12 @@ class Adapter(NamedTuple):
 class FileAdapters(NamedTuple):
     """The content of a file."""
 
-    # By layer of the model.
+    # By parameter of the model.
     adapters: dict[str, Adapter]
-    # By layer name in the file: tensors of other layers and of other kinds of adapters.
-    other_layers: dict[str, Tensors]
-    # By layer name in the file: why the adapter does not fit.
+    # By layer name in the file: why its adapter does not fit, empty for a layer that the model does not have.
     misfits: dict[str, str]
+    # The number of layers in the file.
+    total: int
 
 
 @torch.no_grad()
@@ -78,21 +69,14 @@ def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, 
 
     On the meta device only names and shapes are checked.
     """
-    weights = layer_weights(transformer)
+    parameters = dict(transformer.named_parameters(remove_duplicate=False))
     for file, strength in loras:
-        for name, adapter in read_whole(file, {name: weight.shape for name, weight in weights.items()}).items():
-            weights[name].copy_(adapted(weights[name], adapter, strength))
-
-
-def layer_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return {layer: weight} of the layers of `module` that an adapter may change."""
-    ends = ".weight"
-    weights = module.named_parameters(remove_duplicate=False)
-    return {name.removesuffix(ends): weight for name, weight in weights if name.endswith(ends) and weight.ndim > 1}
+        for name, adapter in read_whole(file, {name: value.shape for name, value in parameters.items()}).items():
+            parameters[name].copy_(adapted(parameters[name], adapter, strength))
 
 
 def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, Adapter]:
-    """Return {layer: adapter} of `file`. `shapes` has the shape of each layer's weight."""
+    """Return {parameter: adapter} of `file`. `shapes` has the shape of each parameter of the model."""
     checkpoint = find_part(inspect_checkpoint(file), "lora")
     # A file that does not fit may have gigabytes, so shapes are compared before they are read.
     whole_adapters(checkpoint, without_values(checkpoint), shapes)
@@ -113,40 +97,58 @@ def without_values(checkpoint: Checkpoint) -> Tensors:
 def whole_adapters(
     checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Adapter]:
-    """Return {layer: adapter} of a file with `tensors`. `shapes` has the shape of each layer's weight."""
-    adapters, unknown_layers, misfits = read_adapters(checkpoint, tensors, shapes)
-    for name, unknown in unknown_layers.items():
-        misfits[name] = "" if parts_of(unknown) else "no LoRA, DoRA, LoHa or LoKr"
+    """Return {parameter: adapter} of a file with `tensors`. `shapes` has the shape of each parameter of the model."""
+    adapters, misfits, total = read_adapters(checkpoint, tensors, shapes, written_names(layers_of(shapes)))
     if misfits:
-        raise misfit_error(checkpoint.name, len(adapters) + len(misfits), misfits)
+        raise misfit_error(checkpoint.name, total, misfits)
     return adapters
 
 
-def read_adapters(
-    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
-) -> FileAdapters:
-    """Group the `tensors` of a file into adapters for the layers of `shapes`, other layers, and misfits.
+def layers_of(parameters: Iterable[str]) -> list[str]:
+    """Return the layers that have these parameters. A parameter of another name counts as a layer."""
+    return list(dict.fromkeys(name.removesuffix(".weight").removesuffix(".bias") for name in parameters))
 
-    On the meta device only shapes are compared.
+
+def read_adapters(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, torch.Size],
+    layer_names: Mapping[str, str],
+) -> FileAdapters:
+    """Group the `tensors` of a file into adapters for the parameters of `shapes`, and misfits.
+
+    `layer_names` is {layer as a file may write it: layer}. A layer is applied completely or not at all. On the meta
+    device only shapes are compared.
     """
-    settings, layer_names = peft_settings(checkpoint), written_names(shapes)
-    file_adapters = FileAdapters({}, {}, {})
-    for written, layer_parts in split_layers(tensors).items():
-        layer, parts = layer_names.get(written) or layer_names.get(unwrapped_layer(written)), parts_of(layer_parts)
-        if layer is None or parts is None:
-            file_adapters.other_layers[written] = layer_parts
+    settings, layers = peft_settings(checkpoint), split_layers(tensors)
+    file_adapters = FileAdapters({}, {}, len(layers))
+    for written, layer_parts in layers.items():
+        layer = layer_names.get(written) or layer_names.get(unwrapped_layer(written))
+        if layer is None:
+            file_adapters.misfits[written] = ""
             continue
         for key, tensor in layer_parts.items():
             if not tensor.is_meta:
                 check_finite(checkpoint.name, key, tensor)
+        weight, parts = layer if layer in shapes else f"{layer}.weight", parts_of(layer_parts)
+        got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
         try:
-            adapter = adapter_of(parts, layer, shapes[layer], settings)
-        except (KeyError, IndexError, RuntimeError):
-            got = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-            file_adapters.misfits[written] = f"got {got}, expected {list(shapes[layer])}"
+            if len(parts) < len(layer_parts):
+                raise ValueError("of several adapters")
+            adapters = adapters_of(parts, weight, f"{layer}.bias", shapes, settings)
+        except KeyError as missing:
+            file_adapters.misfits[written] = f"got {got}, but no {missing.args[0]}"
             continue
-        if file_adapters.adapters.setdefault(layer, adapter) is not adapter:
+        except ValueError as unread:
+            file_adapters.misfits[written] = f"got {got}, but {unread}"
+            continue
+        except (IndexError, RuntimeError):
+            file_adapters.misfits[written] = f"got {got}, expected {list(shapes[weight])}"
+            continue
+        if file_adapters.adapters.keys() & adapters.keys():
             file_adapters.misfits[written] = TWICE
+        else:
+            file_adapters.adapters.update(adapters)
     return file_adapters
 
 
@@ -185,37 +187,55 @@ def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Return {layer as the file names it: its tensors}."""
     layers: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
-        layers.setdefault(LEAF.sub("", key), {})[key] = tensor
+        layers.setdefault(LEAF.sub("", key) if part_of(key) else key, {})[key] = tensor
     return layers
 
 
-def parts_of(tensors: Tensors) -> Tensors | None:
-    """Return {part: tensor} of a layer's `tensors`, None where one is of another kind of adapter."""
-    matches = {key: LEAF.search(key) for key in tensors}
-    parts = {SAME.get(match[1], match[1]): tensors[key] for key, match in matches.items() if match and match[1]}
-    return parts if len(parts) == len(tensors) else None
+def parts_of(tensors: Tensors) -> Tensors:
+    """Return {part: tensor} of a layer's `tensors`. A tensor that is the layer itself is its whole weight."""
+    return {part_of(key) or "weight": tensor for key, tensor in tensors.items()}
 
 
-def adapter_of(parts: Tensors, layer: str, shape: torch.Size, settings: Json) -> Adapter:
-    """Return the adapter that the `parts` in a file are of a weight of `shape`.
+def adapters_of(
+    parts: Tensors, weight: str, bias: str, shapes: Mapping[str, torch.Size], settings: Json
+) -> dict[str, Adapter]:
+    """Return {parameter: adapter} that the `parts` in a file are of the parameters `weight` and `bias`.
 
-    Raises KeyError, IndexError or RuntimeError where they are none; the arithmetic is tried without numbers.
+    Raises KeyError with the name of a part that is missing or unknown, IndexError or RuntimeError where the shapes do
+    not fit; the arithmetic is tried without numbers.
     """
     if not all(tensor.numel() for tensor in parts.values()):
-        raise KeyError(layer)
-    scale = file_scale(parts, layer, settings)
-    weights = {part: tensor for part, tensor in parts.items() if part not in ("alpha", "dora_scale")}
-    # Beside PEFT's magnitudes, dora_scale is only their form for ComfyUI's loaders and one base model.
-    if "dora_scale" in parts and ROWS not in parts:
-        magnitudes = parts["dora_scale"]
-        weights[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
-    adapter = Adapter(weights, scale)
-    adapted(torch.empty(shape, device="meta"), adapter)
-    return adapter
+        raise RuntimeError(weight)
+    scale = file_scale(parts, weight.removesuffix(".weight"), settings)
+    adapters: dict[str, Adapter] = {}
+    for part, whole in BIASES.items():
+        if part in parts:
+            factor = scale if part == "lora_bias" else 1.0
+            adapters[bias] = Adapter({**adapters.get(bias, Adapter({})).parts, whole: parts[part]}, factor)
+    parts = {part: tensor for part, tensor in parts.items() if part not in BIASES}
+    alpha, reshaped = parts.pop("alpha", None), parts.pop("reshape_weight", None)
+    if parts:
+        shape = shapes.get(weight) or torch.Size()
+        if reshaped is not None and not reshaped.is_meta and reshaped.tolist() != list(shape):
+            raise RuntimeError(weight)
+        # Beside PEFT's magnitudes, dora_scale is only their form for ComfyUI's loaders and one base model.
+        magnitudes = parts.pop("dora_scale", None)
+        if magnitudes is not None and ROWS not in parts:
+            parts[ROWS if magnitudes.shape[:1] == shape[:1] else COLUMNS] = magnitudes
+        if "oft_blocks" in parts:
+            if alpha is None:
+                raise KeyError("alpha")
+            parts["limit"] = alpha.reshape(())
+        adapters[weight] = Adapter(parts, scale)
+    for name, adapter in adapters.items():
+        if name not in shapes:
+            raise KeyError(name.rpartition(".")[2])
+        adapted(torch.empty(shapes[name], device="meta"), adapter)
+    return adapters
 
 
 def adapted(weight: torch.Tensor, adapter: Adapter, strength: float = 1.0) -> torch.Tensor:
-    """Return `weight` with `adapter`, in float32 and in the order of ComfyUI's operations, to its bits.
+    """Return a parameter `weight` with `adapter`, in float32 and in the order of ComfyUI's operations, to its bits.
 
     That is W + strength * scale * BA for LoRA. For DoRA (Liu et al., 2024) it is W + scale * BA, its rows or columns
     brought to the file's magnitudes, as in peft (tuners/lora/dora.py), LyCORIS (functional/general.py) and OneTrainer
@@ -223,19 +243,59 @@ def adapted(weight: torch.Tensor, adapter: Adapter, strength: float = 1.0) -> to
     """
     weight = weight.float()
     parts = {part: tensor.to(weight.device, torch.float32) for part, tensor in adapter.parts.items()}
-    delta = product_of(parts).reshape(weight.shape)
-    if not parts:
-        return weight + strength * adapter.scale * delta
-    changed = weight + delta * adapter.scale
-    if ROWS in parts:
-        factors = dora_scale(weight, changed, parts.pop(ROWS)) / norms_of(weight, 0)
+    if "oft_blocks" in parts:
+        changed = rotated(weight, parts, strength)
+    elif "weight" in parts:
+        changed = fitted(parts.pop("weight"), weight.shape)
+        changed = changed if strength == 1.0 else weight + strength * (changed - weight)
     else:
-        norms = norms_of(changed, 1)
-        factors = parts.pop(COLUMNS).reshape(norms.shape) / norms
+        delta = product_of(parts, weight).reshape(weight.shape)
+        if not parts:
+            return weight + strength * adapter.scale * delta
+        changed = weight + delta * adapter.scale
+        if ROWS in parts:
+            factors = dora_scale(weight, changed, parts.pop(ROWS)) / norms_of(weight, 0)
+        elif COLUMNS in parts:
+            norms = norms_of(changed, 1)
+            factors = parts.pop(COLUMNS).reshape(norms.shape) / norms
+        else:
+            raise ValueError(f"{', '.join(parts)} is not read")
+        changed = changed * factors
+        changed = changed if strength == 1.0 else weight + strength * (changed - weight)
     if parts:
-        raise KeyError(*parts)
-    changed = changed * factors
-    return changed if strength == 1.0 else weight + strength * (changed - weight)
+        raise ValueError(f"{', '.join(parts)} is not read")
+    return changed
+
+
+def fitted(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return `tensor` in a `shape` that has other sides of 1. Raises RuntimeError for any other shape."""
+    if [side for side in tensor.shape if side != 1] != [side for side in shape if side != 1]:
+        raise RuntimeError(f"{list(tensor.shape)} for {list(shape)}")
+    return tensor.reshape(shape)
+
+
+def rotated(weight: torch.Tensor, parts: Tensors, strength: float) -> torch.Tensor:
+    """Take the blocks of OFT or BOFT out of `parts` and return the rows of `weight`, rotated by them.
+
+    A limit of the rotation is read as ComfyUI reads it. LyCORIS multiplies it by the number of rows.
+    """
+    blocks, limit, rescale = parts.pop("oft_blocks"), parts.pop("limit"), parts.pop("rescale", None)
+    skew = blocks - blocks.transpose(-1, -2)
+    shrunk = torch.clamp(limit / (skew.norm() + 1e-8), max=1.0)
+    skew = skew * torch.where(limit > 0, shrunk, torch.ones_like(shrunk))
+    unit = torch.eye(blocks.shape[-1], device=blocks.device)
+    rotation = strength * ((unit + skew) @ (unit - skew).inverse()) + (1 - strength) * unit
+    if blocks.ndim == 3:
+        out = torch.einsum("knm,kn...->km...", rotation, weight.unflatten(0, blocks.shape[:2])).flatten(0, 1)
+    else:
+        out = weight
+        for number, factor in enumerate(rotation):
+            # A butterfly: each factor rotates rows that are twice as far apart as those of the one before.
+            apart = 2**number * (blocks.shape[-1] // 2)
+            out = out.unflatten(0, (-1, 2, apart)).transpose(1, 2).flatten(0, 2).unflatten(0, blocks.shape[1:3])
+            out = torch.einsum("bij,bj...->bi...", factor, out).flatten(0, 1)
+            out = out.unflatten(0, (-1, apart, 2)).transpose(1, 2).flatten(0, 2)
+    return out if rescale is None else out * rescale.reshape(-1, *[1] * (weight.ndim - 1))
 
 
 def dora_scale(weight: torch.Tensor, changed: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
@@ -254,14 +314,26 @@ def norms_of(weight: torch.Tensor, axis: int) -> torch.Tensor:
     return norms.reshape(-1, *[1] * (weight.ndim - 1)).transpose(0, axis)
 
 
-def product_of(parts: Tensors) -> torch.Tensor:
+def product_of(parts: Tensors, weight: torch.Tensor) -> torch.Tensor:
     """Take the matrices out of `parts` and return their product: of LoRA's two; of LoHa's pairs, number by number; of
-    LoKr's, by Kronecker. Raises KeyError for one that is missing."""
-    if "lora_A" in parts:
+    LoKr's, by Kronecker; of GLoRA's, of which two multiply `weight`. Raises KeyError for one that is missing."""
+    if "diff" in parts:
+        return fitted(parts.pop("diff"), weight.shape)
+    kinds = {part.partition("_")[0] for part in parts if part != ROWS}
+    if "lora" in kinds:
         down, up = parts.pop("lora_A").flatten(1), parts.pop("lora_B").flatten(1)
         return tucker(parts.pop("lora_mid"), up.T, down) if "lora_mid" in parts else up @ down
-    if "hada_w1_a" in parts:
+    if "hada" in kinds:
         return factor(parts, "hada_w1", "hada_t1") * factor(parts, "hada_w2", "hada_t2")
+    if kinds & {"a1", "a2", "b1", "b2"}:
+        a1, a2, b1, b2 = (parts.pop(name).flatten(1) for name in ("a1", "a2", "b1", "b2"))
+        if len({b2.shape[0], b1.shape[1], a1.shape[1], a2.shape[0]}) > 1:
+            # LyCORIS before 3.0 has the factors in the other order.
+            a1, a2, b1, b2 = a2, a1, b2, b1
+        columns = torch.einsum("oi...,ij->oj...", torch.einsum("oi...,ij->oj...", weight, a1), a2)
+        return columns + (b1 @ b2).reshape(weight.shape)
+    if "lokr" not in kinds:
+        raise ValueError(f"{', '.join(parts)} is not read")
     return torch.kron(factor(parts, "lokr_w1").flatten(1), factor(parts, "lokr_w2", "lokr_t2").flatten(1))
 
 
@@ -284,7 +356,12 @@ def file_scale(parts: Tensors, layer: str, settings: Json) -> float:
     LyCORIS does not scale a LoKr of two full matrices. PEFT does. Raises RuntimeError for several alphas,
     IndexError for a part without rows.
     """
+    if not parts.keys() & PRODUCTS:
+        return 1.0
     rank: float | None = next((parts[part].shape[0] for part in RANKED if part in parts), None)
+    if "a2" in parts and "b1" in parts:
+        # The side that the factors of GLoRA share, in either order.
+        rank = min(parts["a2"].shape[:2])
     if rank is None and "alpha" in parts:
         return 1.0
     alpha = parts["alpha"].item() if "alpha" in parts else of_layer(settings, "alpha", layer)

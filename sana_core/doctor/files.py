@@ -144,11 +144,7 @@ def fit_of(info: Checkpoint, transformers: Sequence[Checkpoint]) -> str:
     """Return the variants of `transformers` that a LoRA fits, or why it fits none of them. Compares shapes only."""
     variants, reason = list[str](), "there is no model"
     for part in transformers:
-        shapes = {
-            name.removesuffix(".weight"): torch.Size(header.shape)
-            for name, header in part.headers.items()
-            if name.endswith(".weight") and len(header.shape) > 1
-        }
+        shapes = {name: torch.Size(header.shape) for name, header in part.headers.items()}
         try:
             whole_adapters(info, without_values(info), shapes)
             variants.append(part.variant)

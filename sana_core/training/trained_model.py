@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints.headers import write_tensors
+from ..checkpoints.keys import COLUMNS, ROWS
 from ..checkpoints.lora import (
-    COLUMNS,
-    ROWS,
     Adapter,
     Tensors,
     adapted,
@@ -139,7 +138,7 @@ def adapter_tensors(transformer: SanaTransformer2DModel, dtype: torch.dtype) -> 
 
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Return the `tensors` of `adapter_tensors` as {layer: {part: tensor}}."""
-    return {name.removeprefix(PREFIX): parts_of(layer) or {} for name, layer in split_layers(tensors).items()}
+    return {name.removeprefix(PREFIX): parts_of(layer) for name, layer in split_layers(tensors).items()}
 
 
 def write_adapter(
@@ -165,7 +164,7 @@ def write_adapter(
             # The magnitudes in the form of ComfyUI's loaders.
             weight = layers[name].get_base_layer().weight.detach().float().cpu()
             parts = {part: tensor.float().cpu() for part, tensor in parts.items()}
-            changed = weight + product_of(parts).reshape(weight.shape)
+            changed = weight + product_of(parts, weight).reshape(weight.shape)
             scales[f"{PREFIX}{name}.dora_scale"] = dora_scale(weight, changed, parts[ROWS]).contiguous()
     write_tensors(file, {**tensors, **scales}, metadata)
 
@@ -201,13 +200,15 @@ def load_start(transformer: SanaTransformer2DModel, method: Method) -> None:
     modules = {name: getattr(module, "base_layer", module) for name, module in transformer.named_modules()}
     layers_with_weights = (torch.nn.Linear, torch.nn.Conv2d)
     shapes = {name: layer.weight.shape for name, layer in modules.items() if isinstance(layer, layers_with_weights)}
-    adapters, file = read_whole(method.start, shapes), shown(Path(method.start))
+    file = shown(Path(method.start))
+    read = read_whole(method.start, {f"{name}.weight": shape for name, shape in shapes.items()})
+    adapters = {name.removesuffix(".weight"): adapter for name, adapter in read.items()}
     check_kind({part for adapter in adapters.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
     check_targets(adapters.keys(), layers.keys(), shapes.keys(), method, file)
     for name, layer in layers.items():
         trained = {f".{key}": value for key, value in layer.named_parameters() if value.requires_grad}
-        parameters, (parts, scale) = parts_of(trained) or {}, adapters[name]
+        parameters, (parts, scale) = parts_of(trained), adapters[name]
         check_parts(parts, parameters, f"{file}: {name}")
         for part, parameter in parameters.items():
             factor = scale / method.scale if part in SCALED else 1.0

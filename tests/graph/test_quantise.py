@@ -174,19 +174,16 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
     assert torch.equal(velocity(patchers[1]), untouched[1])
 
 
-def test_a_whole_difference_fits_the_quantised_convolution(load):
-    adapters = pack("nodes.host.loading.adapters")
+def test_a_whole_difference_fits_the_quantised_convolution(load, tmp_path):
+    apply_lora = pack("nodes.host.loading.lora").apply_lora
     difference = torch.randn(160, 400, 1, 1, generator=torch.Generator().manual_seed(1))
     name = f"diffusion_model.{FORWARD}.weight"
     weights = []
     for patcher in (load(), load("int8")):
-        shape = patcher.get_model_object(name).shape
         for tensor in (difference, difference[..., 0, 0]):
-            layers = {FORWARD: {f"{FORWARD}.diff": tensor}}
-            patches = {}
-            assert not adapters.fitting_patches(layers, {FORWARD: name}, {name: shape}, patches)
-            clone = patcher.clone()
-            clone.add_patches(patches, 0.1)
+            file = layouts.save({f"{FORWARD}.diff": tensor}, tmp_path / "difference.safetensors")
+            clone, _, report = apply_lora(patcher, None, file, 0.1)
+            assert "1 of 1 layers fit" in report
             with torch.inference_mode():
                 weights.append(clone.patch_weight_to_device(name, return_weight=True).dequantize().flatten(1))
     plain, quantised = weights[0], weights[2]

@@ -13,7 +13,9 @@ from sana_core import errors
 FAMILY = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
 BARE = {"ValueError", "TypeError", "OSError", "FileNotFoundError", "FileExistsError", "ConnectionError", "RuntimeError"}
 # Functions whose exceptions are caught in the same file and never reach the user.
-CAUGHT = {"load_quantised", "protobuf_fields", "read_small", "unique", "varint"}
+CAUGHT = {"protobuf_fields", "read_small", "unique", "varint"}
+# checkpoints/lora.py turns them into reasons why a layer does not fit.
+CAUGHT |= {"read_adapters", "adapters_of", "adapted", "fitted", "product_of"}
 # checkpoints/pickled.py
 CAUGHT |= {"evaluate", "open_archive"}
 # training/states.py turns them into errors of the state.

@@ -10,7 +10,7 @@ import sana_core
 from sana_core import CheckpointError, InputError
 from sana_core.__main__ import main
 from sana_core.checkpoints.generation import checkpoint_notes
-from sana_core.checkpoints.lora import layer_weights, merge_loras
+from sana_core.checkpoints.lora import merge_loras
 
 # Before all names of a model.
 BEFORE = [
@@ -169,7 +169,7 @@ def lora(checkpoint, tmp_path_factory):
 def merged(checkpoint, file):
     transformer = sana_core.load_transformer(checkpoint)
     merge_loras(transformer, [(str(file), 1.0)])
-    return {name: weight.detach().clone() for name, weight in layer_weights(transformer).items()}
+    return {name: weight.detach().clone() for name, weight in transformer.named_parameters()}
 
 
 @pytest.mark.parametrize("pattern, end", LORAS.values(), ids=LORAS)

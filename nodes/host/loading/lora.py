@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import comfy.lora
 import comfy.sd
 import torch
+from comfy.weight_adapter import WeightAdapterBase
 
 from ....sana_core.checkpoints import find_part, inspect_checkpoint
 from ....sana_core.checkpoints.lora import (
-    layer_weights,
+    Adapter,
+    adapted,
+    layers_of,
     listed,
     misfit_error,
     read_adapters,
@@ -21,7 +24,6 @@ from ....sana_core.checkpoints.lora import (
 from ....sana_core.runtime.text import get_logger
 from ..sampling.guidance import require_sana
 from ..sampling.model import SanaModel
-from .adapters import fitting_patches, patch_of
 from .weights import read
 
 if TYPE_CHECKING:
@@ -31,12 +33,31 @@ logger = get_logger(__name__)
 PREFIX = "diffusion_model."
 
 
+class ReadAdapter(WeightAdapterBase):
+    """An adapter that sana_core has read. ComfyUI calls it for the patched weight, and moves its tuple of tensors."""
+
+    name = "sana"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[float, tuple[str, ...], tuple[torch.Tensor, ...]]) -> None:
+        self.loaded_keys = loaded_keys
+        self.weights = weights
+
+    def calculate_weight(self, weight: torch.Tensor, key: str, strength: float, *args, **options):
+        scale, parts, tensors = self.weights
+        return weight.copy_(adapted(weight, Adapter(dict(zip(parts, tensors, strict=True)), scale), strength))
+
+
+def patch_of(adapter: Adapter) -> ReadAdapter:
+    """Return ComfyUI's patch of a parameter by `adapter`."""
+    return ReadAdapter(set(), (adapter.scale, tuple(adapter.parts), tuple(adapter.parts.values())))
+
+
 def model_keys(model: torch.nn.Module) -> dict[str, str]:
     """Return {name in a LoRA: weight} for naming schemes that ComfyUI lacks for SANA. Empty for other models."""
     if not isinstance(model, SanaModel):
         return {}
-    names = written_names(layer_weights(model.diffusion_model))
-    return {name: f"{PREFIX}{layer}.weight" for name, layer in names.items()}
+    weights = [name for name, _ in model.diffusion_model.named_parameters() if name.endswith(".weight")]
+    return {name: f"{PREFIX}{layer}.weight" for name, layer in written_names(layers_of(weights)).items()}
 
 
 def clip_keys(text_model) -> dict[str, str]:
@@ -60,26 +81,20 @@ def apply_lora(
 ) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
     """Return `model` and `clip` with the LoRA at `path`, and a text with the number of layers that fit.
 
-    Adapters that sana_core reads are applied as by the commands. ComfyUI applies the text encoder's layers and other
-    kinds of adapters. `tensors` is the content of the file, if the caller has read it. If None, ComfyUI may map the
-    file.
+    They are applied as by the commands, which have no text encoder for the layers that were trained on it. `tensors`
+    is the content of the file, if the caller has read it. If None, ComfyUI may map the file.
     """
     transformer = require_sana(model.model).diffusion_model
     checkpoint = find_part(inspect_checkpoint(path), "lora")
-    weights = layer_weights(transformer)
     tensors = read(path) if tensors is None else tensors
-    adapters, other_layers, misfits = read_adapters(
-        checkpoint, tensors, {name: weight.shape for name, weight in weights.items()}
-    )
-    total = len(adapters) + len(other_layers) + len(misfits)
-    keys = comfy.lora.model_lora_keys_unet(model.model, {})
-    shapes = shapes_of(model.model)
+    shapes, layers = shapes_of(model.model), layers_of(name for name, _ in transformer.named_parameters())
+    names = {written: f"{PREFIX}{layer}" for written, layer in written_names(layers).items()}
     if clip is not None:
-        keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, keys)
-        keys.update(clip_keys(clip.cond_stage_model))
-        shapes.update(shapes_of(clip.cond_stage_model))
-    patches = {f"{PREFIX}{layer}.weight": patch_of(adapter) for layer, adapter in adapters.items()}
-    misfits |= fitting_patches(other_layers, keys, shapes, patches)
+        keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, {}) | clip_keys(clip.cond_stage_model)
+        names |= {written: key.removesuffix(".weight") for written, key in keys.items()}
+        shapes |= shapes_of(clip.cond_stage_model)
+    adapters, misfits, total = read_adapters(checkpoint, tensors, shapes, names)
+    patches = {name: patch_of(adapter) for name, adapter in adapters.items()}
     if not patches:
         raise misfit_error(checkpoint.name, total, misfits)
     report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
