@@ -17,18 +17,15 @@ from .headers import Headers, Weights
 from .keys import Origin
 from .kinds import CHECKPOINT_KINDS, TRANSFORMER_KINDS
 
-# Suffixes of tensors that belong to quantised weights, as in ComfyUI. "scaled_fp8" has no leading dot, because it is a
-# whole name.
-SCALES = (
-    ".comfy_quant",
-    ".weight_scale",
-    ".weight_scale_2",
-    ".input_scale",
-    ".pre_quant_scale",
-    ".scale_weight",
-    ".scale_input",
-    "scaled_fp8",
-)
+# Tensors of a quantised layer beside its weight: the last part of their names in files, and ComfyUI's name.
+QUANTISED_PARTS = {
+    **{name: name for name in ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")},
+    "scale_weight": "weight_scale",
+    "weight_scale_inv": "weight_scale",
+    "scale_input": "input_scale",
+}
+# The tensor by which older files of ComfyUI say that their layers are in fp8 with scales.
+FP8_FILE = "scaled_fp8"
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,12 @@ class Checkpoint:
 
     @property
     def quantised(self) -> bool:
-        """Whether the file contains scales of quantised weights."""
-        return any(name.endswith(SCALES) for name in self.headers)
+        """Whether the file contains weights of integers, or scales of quantised weights."""
+        return any(
+            name.rpartition(".")[2] in QUANTISED_PARTS
+            or (name.endswith(".weight") and not header.dtype.is_floating_point)
+            for name, header in self.headers.items()
+        )
 
     @property
     def parameters(self) -> int:

@@ -13,8 +13,9 @@ from ..model.known_models import RESOLUTIONS
 from ..runtime.atomic_files import is_taken, output_file
 from ..runtime.text import brief
 from .checkpoint import Checkpoint
-from .detect import TOKENIZERS, inspect_checkpoint
+from .detect import inspect_checkpoint
 from .headers import PICKLED, SAFETENSORS, map_file, write_tensors
+from .kinds import TOKENIZERS
 from .load import load_part
 from .tokenizer import load_tokenizer
 
@@ -80,7 +81,9 @@ def component(
 ) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the checked tensors of one component by the library's names, and its configuration."""
     # Mapped, because the tensors are written at once and may be larger than the memory.
-    target_dtype = getattr(torch, dtype) if dtype else checkpoint.dtype
+    # Dequantised weights have more digits than their format.
+    stored = torch.bfloat16 if checkpoint.quantised else checkpoint.dtype
+    target_dtype = getattr(torch, dtype) if dtype else stored
     module = load_part(checkpoint, target_dtype, partial(map_file, ema=ema), resolution)
     tensors = {name: parameter.data.contiguous() for name, parameter in module.named_parameters()}
     if checkpoint.kind == "text_encoder":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from math import isqrt
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ from ..model.known_models import DEFAULT_RESOLUTION, RESOLUTIONS
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
-from ..runtime.text import Json, brief, shown
-from .checkpoint import SCALES, Checkpoint, Source
+from ..runtime.text import Json, brief, first_few, shown
+from .checkpoint import FP8_FILE, Checkpoint, Source
 from .configs import VIDEO2, contradiction, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
@@ -41,8 +41,6 @@ COMPONENT_PREFIXES = (
     re.compile(r"first_stage_model\.|vae\."),
     re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
 )
-# Tensors of a text encoder's file that hold a tokenizer as bytes: sentencepiece's model, or JSON of tokenizers.
-TOKENIZERS = ("spiece_model", "tokenizer_json")
 # The tensor with the component's configuration as bytes of JSON, in files that ComfyUI's own nodes saved. These nodes
 # do not write the metadata of a node pack.
 SAVED_CONFIG = "sana_config"
@@ -60,10 +58,6 @@ VIDEO_VAES = (
     ("diffusers", {"latents_mean", "decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.conv1.conv.weight"}),
     ("original", {"per_channel_statistics.mean-of-means", "decoder.conv_in.conv.weight"}),
 )
-# A number that torch's AveragedModel stores beside the weights.
-AVERAGED = "n_averaged"
-# The language model's head, with its scales if it is quantised, and a number of ComfyUI's wrapper.
-UNUSED_TEXT = ("lm_head.", "logit_scale")
 # Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so
 # they are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from
 # diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
@@ -75,7 +69,8 @@ RELATIVES = (
     (r"\.mlp\.point_conv\.linear\.weight", "Sol-RL's SANA, which has linear layers for its 1x1 convolutions"),
     (r"\.ff\.inverted_conv\.qweight", "SANA in 4 bits for nunchaku; the loader's quantise saves memory in its place"),
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
-    (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
+    (r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)", "a model that bitsandbytes has quantised"),
+    (r"\._?weight[:_.]+(qdata|_data|_scale|zero_point)", "a model that torchao or quanto has quantised"),
 )
 # LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
 # SANA-Video would generate noise. These are the class in its config.json, and parts of its files' names.
@@ -187,11 +182,19 @@ def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
         if beside.exists() or beside.is_symlink():
             config = read_json(beside)
     parts = [recognise(file, names, weights, config, is_beside) for names in groups]
+    sana_parts = [part for part in parts if part.kind != "other"]
+    left = [name for part, names in zip(parts, groups, strict=True) if part.kind == "other" for name in names.values()]
+    if sana_parts and left:
+        sana_parts[0] = with_note(sana_parts[0], f"{shown(file)}: not read: {first_few(left)}")
+    parts = sana_parts or parts
     if EMA in weights.metadata:
         note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
-        parts = [replace(part, notes=(*part.notes, note)) for part in parts]
-    sana_parts = [part for part in parts if part.kind != "other"]
-    return join_parts(file, "comfy", sana_parts) if len(sana_parts) > 1 else (sana_parts or parts)[0]
+        parts = [with_note(part, note) for part in parts]
+    return join_parts(file, "comfy", parts) if len(sana_parts) > 1 else parts[0]
+
+
+def with_note(part: Checkpoint, note: str) -> Checkpoint:
+    return replace(part, notes=(*part.notes, note))
 
 
 def join_parts(path: Path, layout: str, parts: list[Checkpoint]) -> Checkpoint:
@@ -221,8 +224,6 @@ def split_components(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     if is_adapter(names):
         return [{name: name for name in names}]
     for name in names:
-        if name == AVERAGED:
-            continue
         inner = WRAPPERS.sub("", name)
         matches = [(number, match.end()) for number, p in enumerate(COMPONENT_PREFIXES) if (match := p.match(inner))]
         number, start = matches[0] if matches else (len(COMPONENT_PREFIXES), 0)
@@ -252,11 +253,16 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     if is_long:
         kind = "other"
     headers = {}
+    if kind in CHECKPOINT_KINDS and kind != "lora":
+        roots = CHECKPOINT_KINDS[kind].roots | {FP8_FILE}
+        origins = {target: origin for target, origin in origins.items() if target.partition(".")[0] in roots}
     for target, origin in origins.items():
         name = names[origin.name]
         header = weights.headers[name]
-        # The scales of quantised weights are not split, because `load_part` refuses such weights.
-        if origin.parts > 1 and not name.endswith(SCALES):
+        if target.endswith(".comfy_quant") or math.prod(header.shape) == 1:
+            # The parts of a fused layer share its format, and its scale if it has one.
+            origin = origin._replace(part=0, parts=1)
+        if origin.parts > 1:
             rows, *columns = header.shape or (1,)
             if rows % origin.parts:
                 raise CheckpointError(
@@ -276,13 +282,17 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     candidates = (saved, (config or {}).get(kind), config)
     config = next((candidate for candidate in candidates if is_config_of(candidate, kind)), None)
     notes = []
+    stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
+    positions = stored.get("pos_embed") if kind in ("transformer", "controlnet") else None
+    read = {names.get("pos_embed") if positions else "", *(origin.name for origin in origins.values())}
+    if left := [full for name, full in names.items() if name != SAVED_CONFIG and full not in read]:
+        notes.append(f"{shown(file)}: not read: {first_few(left)}")
     if config is not None:
         config = check_config(shown(file), kind, config)
         difference = contradiction(kind, headers, config) if is_beside else ""
         if difference:
             notes.append(f"{shown(file)}: config.json beside it is of another model ({difference}) and is ignored")
             config = None
-    stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     if kind == "other":
         variant = LONGSANA if is_long else foreign_model(stored)
     else:
@@ -296,7 +306,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         reference = NVIDIA if layout == "original" or VIDEO2 in headers else DIFFUSERS
     resolution, source = None, ""
     if kind in ("transformer", "controlnet"):
-        positions, patch = stored.get("pos_embed"), headers["patch_embed.proj.weight"].shape[-1]
+        patch = headers["patch_embed.proj.weight"].shape[-1]
         if config is not None and "sample_size" in config:
             resolution, source = DOWNSCALE * config["sample_size"], "config"
             evidence = resolution_of(file, positions, patch) if is_beside else None
@@ -391,7 +401,7 @@ def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
     for layout, vae_names in VIDEO_VAES:
         if vae_names <= names:
             return "video_autoencoder", layout, same
-    bare = {name.removeprefix("model."): Origin(name) for name in names if not name.startswith(UNUSED_TEXT)}
+    bare = {name.removeprefix("model."): Origin(name) for name in names}
     # Gemma 3 has the same norms, and also q_norm.
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
         return "text_encoder", "transformers", bare
@@ -405,7 +415,7 @@ def resolution_of(file: Path, positions: Header | None, patch: int) -> tuple[int
     counts only with a unit, as in 512px or 4Kpx, because other numbers are steps or dates.
     """
     if positions is not None:
-        side = isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
+        side = math.isqrt(positions.shape[1]) if len(positions.shape) == 3 else 0
         if not 0 < side <= MOST_CELLS:
             raise CheckpointError(
                 f"{shown(file)}: pos_embed is {brief(list(positions.shape))}, expected the cells of a square image; "

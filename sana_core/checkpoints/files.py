@@ -14,6 +14,7 @@ from ..runtime.text import Json, brief, shown
 
 REDOWNLOAD = "download it again"
 INCOMPLETE = f"the file is incomplete, or of another model: {REDOWNLOAD}"
+FOREIGN = "the file is of another model, or in a format that is not read here: use the plain file of a SANA model"
 # Characters of a file's name in an error.
 LONGEST_NAME = 240
 # Configurations and indexes of SANA's models have less than 1 MB.

@@ -55,8 +55,6 @@ CONTROL_PROJECTION = re.compile(r"controlnet\.(\d+)\.(before|after)_proj")
 NUMBERED_BLOCK = re.compile(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)")
 # In NVIDIA's ControlNet: its copy of the base model's first block.
 BASE_BLOCK = "base_block"
-# Tensors that the transformer never reads: the null prompt, the buffer of positions, the variance head of the training.
-UNUSED = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.weight", "logvar_linear.bias")
 
 # Parts of names that torch.compile, FSDP and activation checkpointing insert, before any module.
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -141,7 +139,7 @@ def transformer_origins(names: Set[str]) -> dict[str, Origin]:
         modules = {**modules, **VIDEO_NAMES}
     is_controlnet = any(name.startswith("controlnet.") for name in names)
     origins = {}
-    for name in names - set(UNUSED):
+    for name in names:
         module, _, leaf = name.rpartition(".")
         targets = block_modules(module) or (modules.get(module, module),)
         if is_controlnet and name.startswith(("blocks.", "final_layer.")):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 from ..model.known_models import GEMMA_WIDTHS, controlnet_name, variant_name
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, first_few
 from .configs import (
     VIDEO2,
     architecture,
@@ -23,8 +23,9 @@ from .configs import (
     video_config,
     video_name,
 )
-from .files import INCOMPLETE
+from .files import FOREIGN, INCOMPLETE
 from .headers import Header, Headers
+from .keys import BASE_BLOCK
 from .schemas import (
     AUTOENCODER_FIELDS,
     GEMMA_FIELDS,
@@ -37,6 +38,8 @@ from .schemas import (
     refuse_code,
 )
 
+# Tensors of a text encoder's file that hold a tokenizer as bytes: sentencepiece's model, or JSON of tokenizers.
+TOKENIZERS = ("spiece_model", "tokenizer_json")
 TRANSFORMER_KINDS = ("transformer", "video_transformer")
 EMPTY: Mapping = MappingProxyType({})
 
@@ -58,6 +61,8 @@ class CheckpointKind(NamedTuple):
     # True: drop configuration fields that are not in `fields`, because a library may act on them. For example,
     # transformers downloads a kernel that attn_implementation names.
     drops_unknown: bool = False
+    # The first parts of the names of its tensors. A file's other tensors are not read, and named in a note.
+    roots: frozenset[str] = frozenset()
     # The tensors that determine its architecture, with their number of dimensions.
     tensors: Mapping[str, int] = EMPTY
     # The name of the model, from the file's name in errors, the headers and the file's configuration.
@@ -68,6 +73,11 @@ class CheckpointKind(NamedTuple):
     is_video: bool = False
 
 
+# NVIDIA's blocks that have no name of diffusers are not left out.
+TRANSFORMER_ROOTS = frozenset(
+    {"caption_norm", "caption_projection", "time_embed", "transformer_blocks", "blocks", "controlnet"}
+)
+LAST_ROOTS = frozenset({"proj_out", "scale_shift_table"})
 TRANSFORMER_TENSORS = {
     "caption_projection.linear_1.weight": 2,
     "transformer_blocks.0.ff.conv_depth.weight": 4,
@@ -87,6 +97,7 @@ CHECKPOINT_KINDS = {
         folder="transformer",
         classes=("SanaTransformer2DModel",),
         fields=TRANSFORMER_FIELDS,
+        roots=TRANSFORMER_ROOTS | LAST_ROOTS | {"patch_embed"},
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
         variant=lambda name, headers, config: variant_name(architecture(headers)),
         config=transformer_config,
@@ -98,6 +109,7 @@ CHECKPOINT_KINDS = {
         folder="transformer",
         classes=("SanaVideoTransformer3DModel", "SanaVideo2Transformer3DModel"),
         fields=VIDEO_FIELDS,
+        roots=TRANSFORMER_ROOTS | LAST_ROOTS | {"patch_embedding", "attn_res"},
         tensors={"patch_embedding.weight": 5, **TRANSFORMER_TENSORS},
         variant=video_name,
         config=video_config,
@@ -109,6 +121,7 @@ CHECKPOINT_KINDS = {
         remedy="get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
         classes=("SanaControlNetModel",),
         fields=TRANSFORMER_FIELDS,
+        roots=TRANSFORMER_ROOTS | {"patch_embed", "input_block", "controlnet_blocks", BASE_BLOCK},
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
         variant=lambda name, headers, config: controlnet_name(architecture(headers)),
         config=controlnet_config,
@@ -120,6 +133,7 @@ CHECKPOINT_KINDS = {
         folder="vae",
         classes=("AutoencoderDC",),
         fields=AUTOENCODER_FIELDS,
+        roots=frozenset({"encoder", "decoder"}),
         tensors={"decoder.conv_in.weight": 4},
         variant=lambda name, headers, config: (
             f"dc-ae-{'lite-' * is_lite(headers)}f32c{headers['decoder.conv_in.weight'].shape[1]}"
@@ -134,6 +148,13 @@ CHECKPOINT_KINDS = {
         classes=("AutoencoderKLWan", "AutoencoderKLLTX2Video"),
         fields=VIDEO_AUTOENCODER_FIELDS,
         drops_unknown=True,
+        # The names of diffusers, of Wan and of Lightricks.
+        roots=frozenset(
+            {
+                *("encoder", "decoder", "quant_conv", "post_quant_conv", "latents_mean", "latents_std"),
+                *("conv1", "conv2", "per_channel_statistics"),
+            }
+        ),
         variant=lambda name, headers, config: video_autoencoder_name(headers),
         is_video=True,
     ),
@@ -145,6 +166,7 @@ CHECKPOINT_KINDS = {
         classes=("Gemma2Model", "Gemma2ForCausalLM"),
         fields=GEMMA_FIELDS,
         drops_unknown=True,
+        roots=frozenset({"embed_tokens", "layers", "norm", *TOKENIZERS}),
         tensors={
             "embed_tokens.weight": 2,
             "layers.0.pre_feedforward_layernorm.weight": 1,
@@ -185,7 +207,10 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Check the tensors that determine the architecture, and the number of blocks."""
     for tensor, dimensions in (VIDEO2_TENSORS if VIDEO2 in headers else CHECKPOINT_KINDS[kind].tensors).items():
         if tensor not in headers:
-            raise CheckpointError(f"{name}: no {tensor}; {INCOMPLETE}")
+            others = [other for other in headers if other.startswith(tensor.removesuffix("weight")) and other != tensor]
+            others = [other for other in others if not other.endswith(".bias")]
+            but, remedy = (f", but {first_few(others)}", FOREIGN) if others else ("", INCOMPLETE)
+            raise CheckpointError(f"{name}: no {tensor}{but}; {remedy}")
         shape = headers[tensor].shape
         if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):
             raise CheckpointError(

@@ -18,21 +18,20 @@ from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, VIDEOS, Transform
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
-from ..runtime.text import Json, brief
-from .checkpoint import SCALES, Checkpoint, Source, find_part
+from ..runtime.text import Json, brief, first_few
+from .checkpoint import FP8_FILE, Checkpoint, Source, find_part
 from .configs import VIDEO2, count, resolution_config
-from .detect import TOKENIZERS, follow, inspect_checkpoint
-from .files import INCOMPLETE
+from .detect import follow, inspect_checkpoint
+from .files import FOREIGN, INCOMPLETE
 from .generation import default_sampler, text_reference
 from .headers import Reader, read_file, read_tensors
-from .kinds import CHECKPOINT_KINDS, TRANSFORMER_KINDS
+from .kinds import CHECKPOINT_KINDS, TOKENIZERS, TRANSFORMER_KINDS
+from .quantised import dequantised, layer_tensors, quantised_layers
 from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
-# Names that an error lists.
-LISTED_NAMES = 3
 # Numbers of a tensor that are checked at once. Gemma 2's embedding has 590 million, which take 2.4 GB in float32.
 COMPARED = 2**20
 # Building this many blocks takes less than a second.
@@ -197,15 +196,15 @@ def component_tensors(part: Checkpoint, read: Reader = read_file) -> dict[str, t
 def check_names(name: str, fault: str, keys: set[str]) -> None:
     """Raise an error that lists `keys`, if there are any. `name` is the file's name."""
     if keys:
-        listed = ", ".join(brief(key, 90) for key in sorted(keys)[:LISTED_NAMES])
-        more = f" and {len(keys) - LISTED_NAMES} more" if len(keys) > LISTED_NAMES else ""
-        raise CheckpointError(f"{name}: {fault} {listed}{more}; {INCOMPLETE}")
+        remedy = INCOMPLETE if fault == "no" else FOREIGN
+        raise CheckpointError(f"{name}: {fault} {first_few(keys)}; {remedy}")
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check the names and `shapes` of a file's tensors against the module's. `name` is the file's name."""
+    # A format that is not read here has other tensors in place of the weights.
+    check_names(name, "unexpected", shapes.keys() - expected.keys())
     check_names(name, "no", expected.keys() - shapes.keys())
-    check_names(name, "unexpected", {key for key in shapes.keys() - expected.keys() if not key.endswith(SCALES)})
     for key, tensor in expected.items():
         # 1x1 convolutions of the original layout are linear layers in diffusers'.
         if [side for side in shapes[key] if side != 1] != [side for side in tensor.shape if side != 1]:
@@ -265,12 +264,15 @@ def load_part(
 
     `resolution` (pixels) overrides the resolution of `part`.
     """
-    if part.quantised:
-        raise CheckpointError(
-            f"{part.name}: got quantised weights, which only ComfyUI reads, and not for a VAE; use the plain file"
-        )
+    layers = quantised_layers(part)
     module = build_module(part, resolution)
-    fill_module(module, component_tensors(part, read), part.name, lambda key: dtype)
+    tensors, parameters = component_tensors(part, read), dict(module.named_parameters())
+    tensors.pop(FP8_FILE, None)
+    check_names(part.name, "unexpected", {f"{layer}.weight" for layer in layers} - parameters.keys())
+    for layer, form in layers.items():
+        key = f"{layer}.weight"
+        tensors[key] = dequantised(form, layer_tensors(tensors, layer), parameters[key].shape).to(dtype)
+    fill_module(module, tensors, part.name, lambda key: dtype)
     return module
 
 

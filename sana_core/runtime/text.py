@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -21,6 +22,8 @@ LONGEST_LINE = 2000
 LONGEST_RESULT = 10_000
 # Characters that stay at the end of a line that is too long, because errors end with their remedy.
 TAIL = 400
+# Names that a list of tensors has.
+LISTED = 3
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -67,6 +70,13 @@ def brief(value: object, length: int = 60) -> str:
         value = shortened.repr(value)
     text = ascii(" ".join(str(value)[: 10 * length].split()))[1:-1]
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def first_few(names: Iterable[str]) -> str:
+    """Return the first of `names` in order for an error or a note, and how many there are besides."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return ", ".join(brief(name, 90) for name in ordered[:LISTED]) + more
 
 
 class OneLineLogger(logging.LoggerAdapter):

@@ -6,7 +6,6 @@ import layouts
 import pytest
 import torch
 from fake_cuda import fake_card, pack
-from in_process import NodeError
 from safetensors.torch import save_file
 
 from sana_core.checkpoints.headers import read_file
@@ -238,13 +237,18 @@ def test_a_quantised_feed_forward_of_a_file_is_read(host, install, load):
     assert relative(got, velocity(plain)) < 1e-3
 
 
-def test_a_quantised_3x3_convolution_is_named(host, install):
-    tensors, name = dict(layouts.transformer().state_dict()), "transformer_blocks.0.ff.conv_depth"
-    tensors[f"{name}.weight_scale"] = torch.ones(())
+def test_a_quantised_3x3_convolution_is_dequantised(host, install):
+    """ComfyUI has no convolutions in quantised formats."""
+    model = layouts.transformer()
+    tensors, name = dict(model.state_dict()), "transformer_blocks.0.ff.conv_depth"
+    scale = tensors[f"{name}.weight"].float().abs().max() / 448
+    tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].float() / scale).to(torch.float8_e4m3fn)
+    tensors[f"{name}.weight_scale"] = scale
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     install("diffusion_models", "sana_3x3.safetensors", tensors)
-    with pytest.raises(NodeError, match=r"sana_3x3.safetensors: ComfyUI cannot read .*conv_depth \(a Conv2d\)"):
-        host.output_of("SanaNodesModelLoader", model_name="sana_3x3.safetensors")
+    weight = host.output_of("SanaNodesModelLoader", model_name="sana_3x3.safetensors").model.diffusion_model
+    expected = tensors[f"{name}.weight"].float() * scale
+    torch.testing.assert_close(weight.get_submodule(name).weight.float(), expected, atol=0, rtol=2**-8)
 
 
 def test_what_is_offered_is_what_this_computer_has(host, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_quantised_format_that_core_does_not_know_is_named(host, install):
     text = torch.tensor(list(b'{"format": "svdq-int4"}'), dtype=torch.uint8)
     tensors["transformer_blocks.0.attn1.to_q.comfy_quant"] = text
     install("diffusion_models", "sana_int4.safetensors", tensors)
-    with pytest.raises(NodeError, match="sana_int4.safetensors: ComfyUI cannot read the quantised layer "):
+    with pytest.raises(NodeError, match="sana_int4.safetensors: got .*, but its format is svdq-int4, exp"):
         host.output_of("SanaNodesModelLoader", model_name="sana_int4.safetensors")
 
 
@@ -182,18 +182,32 @@ def test_int8_layers_are_read(host, install):
     check_forward(patcher, model, tolerance=5e-2)
 
 
-def test_a_quantised_vae_is_refused(host, install):
+def test_scales_of_weights_that_are_not_quantised_are_refused(host, install):
     tensors = dict(layouts.autoencoder().state_dict())
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
     install("vae", "dc-ae_fp8.safetensors", tensors)
-    with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got quantised weights, which only ComfyUI"):
+    with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got the quantised layer .* weight_scale are"):
         host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp8.safetensors")
 
 
-def test_quantised_weights_that_are_fused_are_refused(host, install):
-    """NVIDIA's layout has one weight for q, k and v, which cannot be parted under one scale."""
-    tensors = layouts.nvidia(layouts.transformer())
-    tensors["blocks.0.attn.qkv.weight_scale"] = torch.ones(())
-    install("diffusion_models", "nvidia_fp8.safetensors", tensors)
-    with pytest.raises(NodeError, match="nvidia_fp8.safetensors: got quantised weights, which are read of trans"):
-        host.output_of("SanaNodesModelLoader", model_name="nvidia_fp8.safetensors")
+@pytest.mark.parametrize("form", ["one scale", "a scale for each row", "fp8"])
+def test_quantised_weights_that_are_fused_are_read(host, install, form):
+    """NVIDIA's layout has one weight for q, k and v."""
+    model = layouts.transformer()
+    tensors, layer = layouts.nvidia(model), "blocks.0.attn.qkv"
+    weight = tensors[f"{layer}.weight"].float()
+    largest = weight.abs().amax(1, keepdim=True) if form == "a scale for each row" else weight.abs().max()
+    if form == "fp8":
+        scale, name = largest / 448, "float8_e4m3fn"
+        tensors[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+    else:
+        scale, name = largest / 127, "int8_tensorwise"
+        tensors[f"{layer}.weight"] = (weight / scale).round().to(torch.int8)
+    tensors[f"{layer}.weight_scale"] = scale
+    tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": name}).encode()), dtype=torch.uint8)
+    install("diffusion_models", "nvidia.safetensors", tensors)
+    patcher = host.output_of("SanaNodesModelLoader", model_name="nvidia.safetensors")
+    attention = patcher.model.diffusion_model.transformer_blocks[0].attn1
+    assert attention.to_k.quant_format == name
+    got = torch.cat([part.weight.dequantize() for part in (attention.to_q, attention.to_k, attention.to_v)])
+    assert torch.equal(got.float(), (tensors[f"{layer}.weight"].float() * scale).to(got.dtype).float())

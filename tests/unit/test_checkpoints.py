@@ -203,12 +203,19 @@ def altered(weights, tmp_path, change):
     return layouts.save(change({key: value.clone() for key, value in tensors.items()}), tmp_path / "sana.safetensors")
 
 
+def test_tensors_of_no_part_of_the_model_are_named(weights, tmp_path):
+    file = altered(weights, tmp_path, lambda t: {**t, "surprise": torch.zeros(1), "lm_head.weight": torch.zeros(1)})
+    info = sana_core.inspect_checkpoint(file)
+    assert info.notes == (f"{tmp_path.name}/sana.safetensors: not read: lm_head.weight, surprise",)
+    sana_core.load_transformer(file)
+
+
 def test_missing_and_extra_tensors_are_listed_and_counted(weights, tmp_path):
     fewer = altered(weights, tmp_path, lambda t: {k: v for k, v in t.items() if ".attn2." not in k})
     with pytest.raises(ValueError, match=r"no transformer_blocks.0.attn2.to_k.bias, (\S+), (\S+) and 37 more; the"):
         sana_core.load_transformer(fewer)
-    more = altered(weights, tmp_path, lambda t: {**t, "surprise": torch.zeros(1)})
-    with pytest.raises(ValueError, match="unexpected surprise; the file is incomplete, or of another model"):
+    more = altered(weights, tmp_path, lambda t: {**t, "proj_out.surprise": torch.zeros(1)})
+    with pytest.raises(ValueError, match="unexpected proj_out.surprise; the file is of another model, or in a format"):
         sana_core.load_transformer(more)
     wrong = altered(weights, tmp_path, lambda t: {**t, "proj_out.bias": torch.zeros(31)})
     with pytest.raises(ValueError, match=r"proj_out.bias is \[31\], expected \[32\]; the file is of another model"):

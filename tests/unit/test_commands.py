@@ -18,7 +18,7 @@ import pytest
 import torch
 from forked import command as fork
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from setup import ROOT
 
 from sana_core import decode_latents, generate, inspect_checkpoint, load_autoencoder, load_transformer
@@ -309,13 +309,23 @@ def test_decode_refuses_latents_without_numbers_of_an_image(command, checkpoint,
     assert f"{list(shape)}, expected " in process.stderr and process.stderr.startswith("latents: ")
 
 
-def test_convert_refuses_quantised_weights_whose_scales_it_would_lose(command, tmp_path):
-    tensors = dict(layouts.transformer().state_dict())
-    tensors["transformer_blocks.0.attn1.to_q.weight_scale"] = torch.ones(())
+def test_convert_applies_the_scales_of_quantised_weights(command, tmp_path):
+    tensors, layer = dict(layouts.transformer().state_dict()), "transformer_blocks.0.attn1.to_q"
+    scale = tensors[f"{layer}.weight"].abs().max().float() / 448
+    quantised = (tensors[f"{layer}.weight"].float() / scale).to(torch.float8_e4m3fn)
+    tensors |= {f"{layer}.weight": quantised, f"{layer}.weight_scale": scale}
     layouts.save(tensors, tmp_path / "fp8.safetensors")
     completed = command("convert", "fp8.safetensors", "out.safetensors")
-    assert completed.returncode == 1 and "got quantised weights, which only ComfyUI reads" in completed.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["fp8.safetensors"]
+    assert completed.returncode == 0, completed.stderr
+    written = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(written[f"{layer}.weight"], (quantised.float() * scale).bfloat16())
+    assert f"{layer}.weight_scale" not in written
+    save_file({**tensors, f"{layer}.weight": tensors[f"{layer}.weight"].to(torch.int8)}, tmp_path / "int8.safetensors")
+    completed = command("convert", "int8.safetensors", "none.safetensors")
+    assert (
+        completed.returncode == 1 and "does not say in which format its int8 and weight_scale are" in completed.stderr
+    )
+    assert not (tmp_path / "none.safetensors").exists()
 
 
 def test_without_docstrings_there_is_help_and_a_reason(tmp_path, checkpoint):

@@ -11,25 +11,23 @@ from typing import TYPE_CHECKING
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import comfy.quant_ops
 import comfy.utils
 import torch
 
+from ....sana_core.checkpoints.checkpoint import FP8_FILE
 from ....sana_core.checkpoints.detect import SAVED_CONFIG
-from ....sana_core.checkpoints.files import parse_json
 from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
 from ....sana_core.checkpoints.kinds import CHECKPOINT_KINDS
-from ....sana_core.checkpoints.load import build_module, component_tensors, fill_module
-from ....sana_core.errors import CheckpointError
+from ....sana_core.checkpoints.load import build_module, check_names, component_tensors, fill_module
+from ....sana_core.checkpoints.quantised import dequantised, layer_tensors, quantised_layers
 from ....sana_core.runtime.cancellation import Polled
-from ....sana_core.runtime.text import brief
+from ....sana_core.runtime.text import Json
 from .layers import adopt, is_mixed, is_stored
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
 if TYPE_CHECKING:
     from ....sana_core.checkpoints import Checkpoint
-
-# ComfyUI's key in the metadata of quantised files.
-QUANTISATION = "_quantization_metadata"
 
 
 def read(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
@@ -59,17 +57,15 @@ def load_component(
     else the file's dtype). Everything else has `compute_dtype` (None: the same). The blocks of a transformer are
     quantised to `form`, one of quantise.FORMATS.
     """
-    if checkpoint.quantised and (checkpoint.layout == "original" or not is_mixed(operations)):
-        raise CheckpointError(
-            f"{checkpoint.name}: got quantised weights, which are read of transformers and text encoders with "
-            "diffusers' names; use the plain file"
-        )
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
+        layers = quantised_layers(checkpoint)
         module = build_module(checkpoint, resolution)
         tensors = component_tensors(checkpoint, read if weight_dtype else partial(read, half=True))
+        tensors.pop(FP8_FILE, None)
         stored = {name for name, child in module.named_modules() if is_stored(child)}
-        if checkpoint.quantised:
-            tensors = load_quantised(module, tensors, checkpoint, operations)
+        check_names(checkpoint.name, "unexpected", layers.keys() - stored)
+        for name, stated in layers.items():
+            fill_layer(module, tensors, name, stated, operations)
         wide = compute_dtype or weight_dtype
         fill_module(
             module, tensors, checkpoint.name, lambda key: weight_dtype if key.rpartition(".")[0] in stored else wide
@@ -81,52 +77,30 @@ def load_component(
     return module
 
 
-def load_quantised(
-    module: torch.nn.Module, tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, operations: type
-) -> dict[str, torch.Tensor]:
-    """Put quantised layers of `operations` into `module` and return the other tensors.
+def fill_layer(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, form: Json, operations: type
+) -> None:
+    """Put a quantised layer of `operations` into `module`, or its dequantised weight into `tensors`.
 
-    An embedding is dequantised, because ComfyUI computes with products of matrices alone in quantised formats.
+    ComfyUI computes in its formats with products of matrices alone, and has one scale for all rows in fp8.
     """
-    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata=renamed_layers(checkpoint))
-    for name in {key.removesuffix(".comfy_quant") for key in tensors if key.endswith(".comfy_quant")}:
-        layer_tensors = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
-        try:
-            plain = module.get_submodule(name)
-            layer_tensors = {key.removeprefix(f"{name}."): value for key, value in layer_tensors.items()}
-            if isinstance(plain, torch.nn.Embedding):
-                table = operations.Linear(plain.embedding_dim, plain.num_embeddings, bias=False, device="cpu")
-                # Formats with blocks of scales pad the rows and the columns.
-                weight = fill_quantised(table, layer_tensors).weight.dequantize()
-                tensors[f"{name}.weight"] = weight[: plain.num_embeddings, : plain.embedding_dim]
-                continue
-            if not is_product(plain):
-                raise ValueError(f"a {type(plain).__name__}")
-            layer = fill_quantised(linear_like(plain, operations), layer_tensors)
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{checkpoint.name}: ComfyUI cannot read the quantised layer {brief(name)} ({brief(error)}); "
-                "use the plain file"
-            ) from None
-        module.set_submodule(name, layer)
-    return tensors
-
-
-def renamed_layers(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the file's metadata, with the module's names for the layers in its table of formats."""
-    metadata = dict(checkpoint.weights.metadata)
-    if QUANTISATION in metadata:
-        names = {origin.name: target for target, origin in checkpoint.origins.items()}
-        table = parse_json(metadata[QUANTISATION], f"{checkpoint.name}: {QUANTISATION}")
-        if not isinstance(table.get("layers"), dict):
-            raise CheckpointError(f"{checkpoint.name}: {QUANTISATION} has no table of layers; use the plain file")
-        layers = {
-            names[f"{layer}.weight"].removesuffix(".weight"): form
-            for layer, form in table["layers"].items()
-            if f"{layer}.weight" in names
-        }
-        metadata[QUANTISATION] = json.dumps({**table, "layers": layers})
-    return metadata
+    plain, parts, bias = module.get_submodule(name), layer_tensors(tensors, name), f"{name}.bias"
+    is_fp8, known = form["format"].startswith("float8"), comfy.quant_ops.QUANT_ALGOS.get(form["format"])
+    scales_rows = is_fp8 and parts["weight_scale"].numel() > 1
+    scales_inputs = "pre_quant_scale" in parts and (known is None or "pre_quant_scale" not in known["parameters"])
+    has_bias = plain._parameters.get("bias") is not None
+    is_ready = is_mixed(operations) and is_product(plain) and (bias in tensors or not has_bias)
+    if known is None or scales_rows or scales_inputs or not is_ready:
+        tensors[f"{name}.weight"] = dequantised(form, parts, plain.weight.shape)
+        return
+    if is_fp8:
+        parts["weight_scale"] = parts["weight_scale"].float().reshape(())
+    if "input_scale" not in known["parameters"]:
+        parts.pop("input_scale", None)
+    if has_bias:
+        parts["bias"] = tensors.pop(bias)
+    parts["comfy_quant"] = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8)
+    module.set_submodule(name, fill_quantised(linear_like(plain, operations), parts))
 
 
 def config_tensor(kind: str, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
