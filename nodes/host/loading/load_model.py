@@ -125,6 +125,8 @@ def load_model(
         stored, compute, load_device, fp8_optimizations=weight_dtype.endswith("fast"), model_config=config
     )
     transformer = load_component(part, stored, compute, operations, resolution, quantise)
+    if any(hasattr(layer, "layout_type") and not layer._full_precision_mm for layer in transformer.modules()):
+        config.text += ", rounds the inputs of layers: in a batch or a split image, an image differs slightly"
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     classes = {cls.library: cls for cls in (SanaVideoDiffusionModel, SanaVideo2DiffusionModel)}
     transformer.__class__ = classes.get(type(transformer), SanaDiffusionModel)
