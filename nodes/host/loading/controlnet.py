@@ -53,8 +53,18 @@ class SanaControlModel(SanaControlNetModel):
 class SanaControlNet(comfy.controlnet.ControlNet):
     """ComfyUI's ControlNet, with the latent of the control image in the scale of the sampled model."""
 
+    # By this attribute Advanced-ControlNet knows the ControlNets that take its masks, weights and keyframes. It leaves
+    # all others as they are without a word.
+    sub_idxs: object = None
     # The control image as a latent, if `encode_hints` has encoded it.
     hint_latent: torch.Tensor | None = None
+
+    def disarm(self):
+        """Raise InputError: Advanced-ControlNet calls this first in its node."""
+        raise InputError(
+            "control_net: got Apply Advanced ControlNet, whose masks, weights and keyframes SANA's ControlNet does not "
+            "read; use Apply ControlNet"
+        )
 
     def pre_run(self, model, percent_to_timestep_function):
         super().pre_run(model, percent_to_timestep_function)
