@@ -6,9 +6,11 @@ report names the node that has defined such a function, which is the beginning o
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
+from comfy.hooks import EnumHookType
 from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.checkpoints.lora import reference_note
@@ -54,8 +56,11 @@ def begin(executor, noise, *args, **kwargs):
     options, model = guider.model_options, guider.model_patcher.model
     check_guidance(options)
     model.check_latent("latent_image", noise.shape)
+    check_hooks(model.diffusion_model, guider.conds)
     notes = options["transformer_options"].get(BATCH_NOTES) or Notes()
     options["transformer_options"][NOTES] = notes
+    for line in replaced(model.diffusion_model):
+        notes.add(line)
     if note := model.size_note(noise.shape):
         notes.add(note)
     # ComfyUI's own LoRA loaders store the metadata of the last LoRA there.
@@ -108,6 +113,47 @@ def check_guidance(options: dict) -> None:
     if waiting:
         names = ", ".join(sorted(waiting))
         raise InputError(f"model: got {names}, which needs layers that SANA does not have; remove it, or use SANA PAG")
+
+
+def check_hooks(transformer: torch.nn.Module, conds: dict) -> None:
+    """Raise InputError for a LoRA on a hook of a quantised model. ComfyUI cannot copy its weights between the steps."""
+    is_quantised = any(hasattr(layer, "quant_format") for layer in transformer.modules())
+    hooks = [cond["hooks"] for cond_list in conds.values() for cond in cond_list if cond.get("hooks") is not None]
+    if is_quantised and any(group.get_type(EnumHookType.Weight) for group in hooks):
+        raise InputError(
+            "model: got a LoRA on a hook for a quantised model, expected plain weights; use SANA Load LoRA, or set "
+            "quantise to off"
+        )
+
+
+def replaced(transformer: torch.nn.Module) -> list[str]:
+    """Return a line for each forward or class by which another pack has replaced one of `transformer`.
+
+    Such a change outlives the graph. Inside the blocks, SANA's forward calls the layers alone.
+    """
+    lines = []
+    package = __name__.partition(".nodes.")[0]
+    for name, module in transformer.named_modules():
+        # torch.compile keeps the module that it wraps. ComfyUI's adapters in bypass mode replace the layers' forwards.
+        if hasattr(module, "_orig_mod") or module._parameters.get("weight") is not None:
+            continue
+        new = {"class": type(module)} if module is transformer else {}
+        new |= {field: vars(module)[field] for field in ("forward", "_forward") if field in vars(module)}
+        for field, value in new.items():
+            if not getattr(value, "__module__", "").startswith((package, "torch.", "diffusers.")):
+                place = name or "the model"
+                effect = "its images may be wrong" if module is transformer else "which has no effect on SANA"
+                lines.append(
+                    f"{pack_of(value)} has replaced the {field} of {place}, {effect}; restart without its node"
+                )
+    return list(dict.fromkeys(lines))
+
+
+def pack_of(value: object) -> str:
+    """Return the pack that defines a function or class, or the beginning of its module's name."""
+    module = str(getattr(value, "__module__", None) or type(value).__module__)
+    found = re.search(r"custom_nodes[./\\]([^./\\]+)", module)
+    return found[1] if found else module.partition(".")[0]
 
 
 def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
