@@ -69,7 +69,8 @@ RELATIVES = (
     (r"\.mlp\.point_conv\.linear\.weight", "Sol-RL's SANA, which has linear layers for its 1x1 convolutions"),
     (r"\.ff\.inverted_conv\.qweight", "SANA in 4 bits for nunchaku; the loader's quantise saves memory in its place"),
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
-    (r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)", "a model that bitsandbytes has quantised"),
+    (r"\.quant_state\.bitsandbytes__\w+", "a model in 4 bits of bitsandbytes"),
+    (r"\.(absmax|quant_map|SCB)", "a model that bitsandbytes has quantised"),
     (r"\._?weight[:_.]+(qdata|_data|_scale|zero_point)", "a model that torchao or quanto has quantised"),
 )
 # LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
@@ -183,9 +184,11 @@ def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
             config = read_json(beside)
     parts = [recognise(file, names, weights, config, is_beside) for names in groups]
     sana_parts = [part for part in parts if part.kind != "other"]
-    left = [name for part, names in zip(parts, groups, strict=True) if part.kind == "other" for name in names.values()]
-    if sana_parts and left:
-        sana_parts[0] = with_note(sana_parts[0], f"{shown(file)}: not read: {first_few(left)}")
+    unread = [
+        name for part, names in zip(parts, groups, strict=True) if part.kind == "other" for name in names.values()
+    ]
+    if sana_parts and unread:
+        sana_parts[0] = with_note(sana_parts[0], f"{shown(file)}: not read: {first_few(unread)}")
     parts = sana_parts or parts
     if EMA in weights.metadata:
         note = f"{shown(file)}: also has a moving average of the weights ({EMA}); convert --ema writes it to a new file"
@@ -284,9 +287,9 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     notes = []
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     positions = stored.get("pos_embed") if kind in ("transformer", "controlnet") else None
-    read = {names.get("pos_embed") if positions else "", *(origin.name for origin in origins.values())}
-    if left := [full for name, full in names.items() if name != SAVED_CONFIG and full not in read]:
-        notes.append(f"{shown(file)}: not read: {first_few(left)}")
+    used = {names.get("pos_embed") if positions else "", *(origin.name for origin in origins.values())}
+    if unread := [full for name, full in names.items() if name != SAVED_CONFIG and full not in used]:
+        notes.append(f"{shown(file)}: not read: {first_few(unread)}")
     if config is not None:
         config = check_config(shown(file), kind, config)
         difference = contradiction(kind, headers, config) if is_beside else ""

@@ -207,9 +207,9 @@ def check_tensors(name: str, kind: str, headers: Mapping[str, Header]) -> None:
     """Check the tensors that determine the architecture, and the number of blocks."""
     for tensor, dimensions in (VIDEO2_TENSORS if VIDEO2 in headers else CHECKPOINT_KINDS[kind].tensors).items():
         if tensor not in headers:
-            others = [other for other in headers if other.startswith(tensor.removesuffix("weight")) and other != tensor]
-            others = [other for other in others if not other.endswith(".bias")]
-            but, remedy = (f", but {first_few(others)}", FOREIGN) if others else ("", INCOMPLETE)
+            parts = [part for part in headers if part.startswith(tensor.removesuffix("weight")) and part != tensor]
+            parts = [part for part in parts if not part.endswith(".bias")]
+            but, remedy = (f", but {first_few(parts)}", FOREIGN) if parts else ("", INCOMPLETE)
             raise CheckpointError(f"{name}: no {tensor}{but}; {remedy}")
         shape = headers[tensor].shape
         if len(shape) != dimensions or not all(0 < side <= 10 * LARGEST_WIDTH for side in shape):

@@ -32,7 +32,7 @@ FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
 # What torch.compile and FSDP insert into names with underscores, and what DDP puts before the module's name.
 FLAT_WRAPPERS = re.compile(r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)_")
 FLAT_HOLDERS = re.compile(rf"^({'|'.join(FLAT)})(?:module_|model_)+")
-# The parts that change a layer's bias: what they are of it.
+# The parts of a file that change a layer's bias, and the part of the bias.
 BIASES = {"lora_bias": "diff", "diff_b": "diff", "bias": "weight"}
 # The factors whose number of rows is the rank.
 PRODUCTS = {"lora_A", "hada_w1_a", "lokr_w1", "lokr_w1_a", "a1"}
@@ -208,10 +208,10 @@ def adapters_of(
         raise RuntimeError(weight)
     scale = file_scale(parts, weight.removesuffix(".weight"), settings)
     adapters: dict[str, Adapter] = {}
-    for part, whole in BIASES.items():
+    for part, bias_part in BIASES.items():
         if part in parts:
             factor = scale if part == "lora_bias" else 1.0
-            adapters[bias] = Adapter({**adapters.get(bias, Adapter({})).parts, whole: parts[part]}, factor)
+            adapters[bias] = Adapter({**adapters.get(bias, Adapter({})).parts, bias_part: parts[part]}, factor)
     parts = {part: tensor for part, tensor in parts.items() if part not in BIASES}
     alpha, reshaped = parts.pop("alpha", None), parts.pop("reshape_weight", None)
     if parts:
@@ -290,7 +290,7 @@ def rotated(weight: torch.Tensor, parts: Tensors, strength: float) -> torch.Tens
     else:
         out = weight
         for number, factor in enumerate(rotation):
-            # A butterfly: each factor rotates rows that are twice as far apart as those of the one before.
+            # A butterfly: each factor rotates rows twice as far apart as the factor before.
             apart = 2**number * (blocks.shape[-1] // 2)
             out = out.unflatten(0, (-1, 2, apart)).transpose(1, 2).flatten(0, 2).unflatten(0, blocks.shape[1:3])
             out = torch.einsum("bij,bj...->bi...", factor, out).flatten(0, 1)

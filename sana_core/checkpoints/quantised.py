@@ -1,6 +1,6 @@
-"""The quantised layers of a file: their tensors, their formats, and the numbers that they stand for.
+"""Read the quantised layers of a file: their tensors, their formats, and their dequantised weights.
 
-The formats and their names are those of ComfyUI (comfy/quant_ops.py and comfy_kitchen). Other tools write them under
+The formats have ComfyUI's names (comfy/quant_ops.py and comfy_kitchen). Other tools write them under
 other names, and often without a word about the format. A layer whose format is not certain is refused.
 """
 
@@ -41,20 +41,20 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def quantised_layers(part: Checkpoint) -> dict[str, Json]:
     """Return {layer: its format and the options of the format} of a component.
 
-    Raises CheckpointError for a layer with scales whose format is unknown, uncertain or not that of its tensors, and
+    Raises CheckpointError for a layer with scales whose format is unknown, uncertain or unfit for its tensors, and
     for integers without scales.
     """
-    found: dict[str, dict[str, Header]] = {}
+    scales: dict[str, dict[str, Header]] = {}
     for name, header in part.headers.items():
         layer, _, leaf = name.rpartition(".")
         if leaf in QUANTISED_PARTS:
-            found.setdefault(layer, {})[QUANTISED_PARTS[leaf]] = header
+            scales.setdefault(layer, {})[QUANTISED_PARTS[leaf]] = header
         elif leaf == "weight" and not header.dtype.is_floating_point:
-            found.setdefault(layer, {})
-    forms = stated_forms(part, found)
+            scales.setdefault(layer, {})
+    forms = stated_forms(part, scales)
     layers: dict[str, Any] = {}
-    for layer in sorted(found.keys() | forms.keys()):
-        weight, parts = part.headers.get(f"{layer}.weight"), found.get(layer, {})
+    for layer in sorted(scales.keys() | forms.keys()):
+        weight, parts = part.headers.get(f"{layer}.weight"), scales.get(layer, {})
         scale = parts.get("weight_scale")
         form = forms.get(layer)
         if form is None and weight is not None and scale is not None and is_shared(scale, weight):
@@ -69,10 +69,10 @@ def quantised_layers(part: Checkpoint) -> dict[str, Json]:
     return layers
 
 
-def stated_forms(part: Checkpoint, found: Mapping[str, Mapping[str, Header]]) -> dict[str, Any]:
+def stated_forms(part: Checkpoint, scales: Mapping[str, Mapping[str, Header]]) -> dict[str, Any]:
     """Return {layer: form} as the file states it: in a table, or in a tensor of each layer.
 
-    The names in a table may have another prefix than those of the tensors.
+    The names in a table may have another prefix than the tensors' names.
     """
     layers = {name.removesuffix(".weight") for name in part.headers if name.endswith(".weight")}
     written = {origin.name: name for name, origin in part.origins.items()}
@@ -87,7 +87,7 @@ def stated_forms(part: Checkpoint, found: Mapping[str, Mapping[str, Header]]) ->
                 inner = inner.partition(".")[2]
             if inner in layers:
                 forms[inner] = form
-    markers = {layer: part.origins[f"{layer}.comfy_quant"].name for layer in found if "comfy_quant" in found[layer]}
+    markers = {layer: part.origins[f"{layer}.comfy_quant"].name for layer in scales if "comfy_quant" in scales[layer]}
     for name in markers.values():
         header = part.weights.headers[name]
         if header.dtype != torch.uint8 or header.size > LARGEST_ENTRY:
@@ -97,7 +97,7 @@ def stated_forms(part: Checkpoint, found: Mapping[str, Mapping[str, Header]]) ->
         forms[layer] = parse_json(contents[name].numpy().tobytes(), f"{part.name}: {brief(name)}")
     # Two numbers in the marker of scaled fp8 ask for products of full precision.
     if FP8_FILE in part.headers and math.prod(part.headers[FP8_FILE].shape) == 2:
-        for layer, parts in found.items():
+        for layer, parts in scales.items():
             weight = part.headers.get(f"{layer}.weight")
             if layer not in forms and "weight_scale" in parts and weight is not None and weight.dtype in SHOWN:
                 forms[layer] = {"format": SHOWN[weight.dtype], "full_precision_matrix_mult": True}
@@ -148,7 +148,7 @@ def rotated_columns(form: Json) -> Any:
 
 
 def dequantised(form: Json, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the float32 weight of `shape` that the `tensors` of a layer stand for, by the names of QUANTISED_PARTS."""
+    """Return the float32 weight of `shape` of a layer with `tensors`, by the names of QUANTISED_PARTS."""
     kind, weight, scale = form["format"], tensors["weight"].flatten(1), tensors["weight_scale"]
     if kind == "nvfp4":
         values = torch.tensor([*E2M1, *(-value for value in E2M1)])

@@ -73,7 +73,7 @@ def brief(value: object, length: int = 60) -> str:
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Return the first of `names` in order for an error or a note, and how many there are besides."""
+    """Return the first of `names` in order for an error or a note, and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
     return ", ".join(brief(name, 90) for name in ordered[:LISTED]) + more

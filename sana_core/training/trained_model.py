@@ -201,8 +201,8 @@ def load_start(transformer: SanaTransformer2DModel, method: Method) -> None:
     layers_with_weights = (torch.nn.Linear, torch.nn.Conv2d)
     shapes = {name: layer.weight.shape for name, layer in modules.items() if isinstance(layer, layers_with_weights)}
     file = shown(Path(method.start))
-    read = read_whole(method.start, {f"{name}.weight": shape for name, shape in shapes.items()})
-    adapters = {name.removesuffix(".weight"): adapter for name, adapter in read.items()}
+    file_adapters = read_whole(method.start, {f"{name}.weight": shape for name, shape in shapes.items()})
+    adapters = {name.removesuffix(".weight"): adapter for name, adapter in file_adapters.items()}
     check_kind({part for adapter in adapters.values() for part in adapter.parts}, method.kind, file)
     layers = adapter_layers(transformer)
     check_targets(adapters.keys(), layers.keys(), shapes.keys(), method, file)

@@ -53,8 +53,8 @@ class SanaControlModel(SanaControlNetModel):
 class SanaControlNet(comfy.controlnet.ControlNet):
     """ComfyUI's ControlNet, with the latent of the control image in the scale of the sampled model."""
 
-    # By this attribute Advanced-ControlNet knows the ControlNets that take its masks, weights and keyframes. It leaves
-    # all others as they are without a word.
+    # Advanced-ControlNet passes its masks, weights and keyframes only to ControlNets with this attribute. It ignores
+    # them for all others without a message.
     sub_idxs: object = None
     # The control image as a latent, if `encode_hints` has encoded it.
     hint_latent: torch.Tensor | None = None

@@ -63,7 +63,8 @@ def build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> comfy.sd.
         names = original_names(config)
         # ComfyUI leaves layers without a tensor at their random values.
         check_names(checkpoint.name, "no", names.keys() - tensors.keys())
-        tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+        check_names(checkpoint.name, "unexpected", tensors.keys() - names.keys())
+        tensors = {names[name]: tensor for name, tensor in tensors.items()}
     vae = comfy.sd.VAE(sd=tensors, metadata=metadata)
     vae.throw_exception_if_invalid()
     return vae

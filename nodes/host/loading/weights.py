@@ -85,17 +85,19 @@ def fill_layer(
     ComfyUI computes in its formats with products of matrices alone, and has one scale for all rows in fp8.
     """
     plain, parts, bias = module.get_submodule(name), layer_tensors(tensors, name), f"{name}.bias"
-    is_fp8, known = form["format"].startswith("float8"), comfy.quant_ops.QUANT_ALGOS.get(form["format"])
+    is_fp8, algorithm = form["format"].startswith("float8"), comfy.quant_ops.QUANT_ALGOS.get(form["format"])
     scales_rows = is_fp8 and parts["weight_scale"].numel() > 1
-    scales_inputs = "pre_quant_scale" in parts and (known is None or "pre_quant_scale" not in known["parameters"])
+    scales_inputs = "pre_quant_scale" in parts and (
+        algorithm is None or "pre_quant_scale" not in algorithm["parameters"]
+    )
     has_bias = plain._parameters.get("bias") is not None
     is_ready = is_mixed(operations) and is_product(plain) and (bias in tensors or not has_bias)
-    if known is None or scales_rows or scales_inputs or not is_ready:
+    if algorithm is None or scales_rows or scales_inputs or not is_ready:
         tensors[f"{name}.weight"] = dequantised(form, parts, plain.weight.shape)
         return
     if is_fp8:
         parts["weight_scale"] = parts["weight_scale"].float().reshape(())
-    if "input_scale" not in known["parameters"]:
+    if "input_scale" not in algorithm["parameters"]:
         parts.pop("input_scale", None)
     if has_bias:
         parts["bias"] = tensors.pop(bias)

@@ -152,8 +152,8 @@ def replaced(transformer: torch.nn.Module) -> list[str]:
 def pack_of(value: object) -> str:
     """Return the pack that defines a function or class, or the beginning of its module's name."""
     module = str(getattr(value, "__module__", None) or type(value).__module__)
-    found = re.search(r"custom_nodes[./\\]([^./\\]+)", module)
-    return found[1] if found else module.partition(".")[0]
+    match = re.search(r"custom_nodes[./\\]([^./\\]+)", module)
+    return match[1] if match else module.partition(".")[0]
 
 
 def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
