@@ -288,8 +288,6 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     stored = {name: weights.headers[full] for name, full in names.items() if name != SAVED_CONFIG}
     positions = stored.get("pos_embed") if kind in ("transformer", "controlnet") else None
     used = {names.get("pos_embed") if positions else "", *(origin.name for origin in origins.values())}
-    if unread := [full for name, full in names.items() if name != SAVED_CONFIG and full not in used]:
-        notes.append(f"{shown(file)}: not read: {first_few(unread)}")
     if config is not None:
         config = check_config(shown(file), kind, config)
         difference = contradiction(kind, headers, config) if is_beside else ""
@@ -325,6 +323,8 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
                 config |= resolution_config(resolution)
         else:
             resolution, source = resolution_of(file, positions, patch) or resolution_by_path(file)
+    if unread := [full for name, full in names.items() if name != SAVED_CONFIG and full not in used]:
+        notes.append(f"{shown(file)}: not read: {first_few(unread)}")
     sizes: Counter[torch.dtype] = Counter()
     for header in stored.values():
         sizes[header.dtype] += header.size
