@@ -126,9 +126,10 @@ def check_error(
     # A worker starts again after each loss but the last one. Memory that runs out with one image counts as a loss too.
     memory = sum(kind == "memory" and phase in ("step", "decode", "send") for phase, kind in taken)
     losses = [worker.birth - birth + memory for worker, birth in zip(workers, births, strict=True)]
-    lost = sum(count >= STRIKES - 1 for count in losses)
-    # Each worker that is left may have failed with an image, before any image was finished.
+    # Each worker that is left may have failed with an image, before any image was finished. A worker that was lost with
+    # the image has tried it too.
     unknown = sum(kind == "error" and phase in ("step", "decode", "send") for phase, kind in taken)
+    lost = sum(count >= (1 if unknown else STRIKES - 1) for count in losses)
     assert refused + lost + unknown >= len(workers), (
         f"{type(error).__name__}: {error}, after only {lost} lost and {refused} refused of {len(workers)} workers"
     )
