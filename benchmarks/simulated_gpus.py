@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.simulation import Time
 from sana_core.batch.plan import batch_images, split_into_chunks
 from sana_core.engine.loop import Run
+from sana_core.runtime.clock import WatchClock
 
 # The share of a launch's host time in which Python's lock is held. PyTorch's C++ code releases it for the rest.
 HELD = 0.8
@@ -186,7 +187,7 @@ def simulate(
     ]
     prompts = [f"prompt {number}" for number in range(max(1, images // count))]
     chunks = split_into_chunks(batch_images(len(prompts), min(count, images), 0), chunk)
-    run = Run({}, chunks, workers, prompts, {}, events=time, clock=time)
+    run = Run({}, chunks, workers, prompts, {}, events=time, clock=WatchClock(time))
     arrived = [time.now for _ in run.images()]
     first = len(arrived) // 10
     rate = (len(arrived) - first) / (time.now - arrived[first - 1])

@@ -12,6 +12,7 @@ from typing import Any
 
 from sana_core.batch.plan import Chunk
 from sana_core.engine.loop import Run
+from sana_core.runtime.clock import WatchClock
 from sana_core.runtime.limits import LIMITS, Limits
 
 
@@ -152,4 +153,4 @@ class SimulatedWorker:
 def run_of(chunks: Sequence[Chunk], time: Time, workers: Sequence[Any], limits: Limits = LIMITS, **options: Any) -> Run:
     """Return a run of simulated workers, whose images have one prompt that is encoded already."""
     texts = {0: (), None: ()}
-    return Run({}, chunks, workers, [0], texts, limits=limits, events=time, clock=time, **options)
+    return Run({}, chunks, workers, [0], texts, limits=limits, events=time, clock=WatchClock(time), **options)
