@@ -137,11 +137,11 @@ def foreign_files(plain, layers, prefix):
     }
     for tool, (parts, word) in tools.items():
         for left_out in ("", *parts):
-            kept = {name: value for name, value in parts.items() if name != left_out}
+            present = {name: value for name, value in parts.items() if name != left_out}
             tensors = {prefix + key: value for key, value in plain.items()}
             for layer in layers:
                 del tensors[f"{prefix}{layer}.weight"]
-                tensors |= {f"{prefix}{layer}.{name}": value.clone() for name, value in kept.items()}
+                tensors |= {f"{prefix}{layer}.{name}": value.clone() for name, value in present.items()}
             # A lone part may still show its tool, or else it is an unexpected tensor.
             error = f"{word}|(unexpected|but) .*; the file is of another model|quantised layer" if left_out else word
             yield f"{tool} without {left_out or 'nothing'}, {prefix}", Written(tensors, {}, 0, error)

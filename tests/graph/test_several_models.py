@@ -97,7 +97,7 @@ def part(model, latent, start, end):
 
 
 def together(models, above, **options):
-    """A sampling that begins with the first of `models` and goes on with the others below the sigmas `above`."""
+    """A sampling that begins with the first of `models` and uses the next ones below the sigmas `above`."""
     first, *others = models
     links = {f"model{number}": link for number, link in enumerate(others)}
     return {
@@ -151,7 +151,7 @@ def test_a_second_model_of_a_split_image_is_computed_without_the_first_ones_repl
 
 
 def test_each_input_of_the_cached_prompts_is_part_of_their_key(host, second):
-    """Exchange one input after another. The result is that of a prompt without a cache."""
+    """Exchange one input after another. The result is the same as without a cache."""
     prompts = pack("nodes.host.sampling.prompts")
     attention = pack("sana_core.sampling.guidance").PerturbedAttention(3.0, frozenset({1}))
     # Layers that cast their weights take inputs of any dtype.

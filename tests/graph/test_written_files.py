@@ -1,4 +1,4 @@
-"""Files as other tools write them, without each marker, table and prefix in turn: right, or one line that says why.
+"""Files as other tools write them, without each marker, table and prefix in turn: right, or refused in one line.
 
 The canvas and the commands give the same verdict. tests/written_by_tools.py generates the files.
 """
@@ -103,7 +103,7 @@ def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokeni
 
 
 def test_layers_of_4_bits_are_dequantised_as_by_comfyui(host):
-    """Its rows have at least 64 numbers, more than those of the files above."""
+    """Its rows have at least 64 numbers, more than the rows of the files above."""
     import comfy.quant_ops
 
     form, weight = {"format": "convrot_w4a4", "convrot_groupsize": 64}, torch.randn(128, 192)

@@ -85,7 +85,7 @@ class PromptBatch:
         They are computed for the first call with these prompts, that transformer, its weights and that shape. One
         sampling may call several models: nodes of other packs refine with a second one, or guide with a worse one.
         """
-        # A dead reference equals no other one. An id could be that of a later prompt.
+        # A dead reference equals no other one. An id could belong to a later prompt.
         key = (*map(weakref.ref, self.prompts), transformer, self.weights, tuple(x.shape), x.device, x.dtype)
         cache = self.prompts[0].constants
         if key in cache:
