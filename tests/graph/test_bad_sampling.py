@@ -164,3 +164,9 @@ def test_denoise_0_gives_the_latent_back(host, base_graph):
     graph["catch again"] = ("Catch", {"value": ["again", 0], "name": "again"})
     got = host.run(graph)
     assert torch.equal(got["again"]["samples"], got["latent"]["samples"])
+
+
+def test_a_plain_value_in_place_of_a_sampler(host, custom_graph):
+    graph = custom_graph("flow_euler")
+    graph["sample"][1]["sampler"] = 0
+    assert error(host, graph) == "sampler: got 0, expected a SAMPLER; connect an output of that type"

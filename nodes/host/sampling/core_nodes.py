@@ -47,11 +47,14 @@ def fit_core_nodes(patcher: ModelPatcher) -> None:
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CORE_NODES, begin)
 
 
-def begin(executor, noise, *args, **kwargs):
+def begin(executor, noise, latent_image, sampler, *args, **kwargs):
     """Check and convert the settings of other nodes, then sample. ComfyUI calls this wrapper around a sampling.
 
-    Raises InputError for an area outside the image, and for guidance that needs a patch which SANA does not run.
+    Raises InputError for an area outside the image, for guidance that needs a patch which SANA does not run, and for a
+    plain value in place of a SAMPLER, which ComfyUI accepts over the API.
     """
+    if not hasattr(sampler, "sample"):
+        raise InputError(f"sampler: got {sampler!r:.40}, expected a SAMPLER; connect an output of that type")
     guider = executor.class_obj
     options, model = guider.model_options, guider.model_patcher.model
     check_guidance(options)
@@ -74,7 +77,7 @@ def begin(executor, noise, *args, **kwargs):
         for cond in conds:
             for line in unfit(field, cond, model.diffusion_model.config.guidance_embeds):
                 notes.add(line)
-    return executor(noise, *args, **kwargs)
+    return executor(noise, latent_image, sampler, *args, **kwargs)
 
 
 def note_unused(options: dict) -> None:
