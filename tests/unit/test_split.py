@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from threading import Event, Timer, current_thread
+from threading import Barrier, Event, Timer, current_thread
 from threading import enumerate as enumerate_threads
 
 import pytest
@@ -191,7 +191,7 @@ def test_a_member_that_fails_is_left_out_and_the_picture_is_the_same(step, faili
 
 
 def test_a_failed_step_s_tensors_are_gone_when_it_begins_again():
-    held = []
+    held, both = [], Barrier(2)
 
     def work(shard):
         if len(split.living) == 1:
@@ -199,6 +199,7 @@ def test_a_failed_step_s_tensors_are_gone_when_it_begins_again():
             return shard.x
         mine = torch.zeros(1000)
         held.append(weakref.ref(mine))
+        both.wait()
         if shard.member == 0:
             raise torch.OutOfMemoryError("out of memory")
         # This raises after the other member has failed.
