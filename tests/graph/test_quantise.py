@@ -153,7 +153,7 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
     patched = []
     for patcher in patchers:
         generator = torch.Generator().manual_seed(0)
-        adapter = pack("nodes.host.loading.adapters").comfy.lora.load_lora
+        adapter = pack("nodes.host.loading.lora").comfy.lora.load_lora
         tensors = {
             f"{LAYER}.lora_up.weight": torch.randn(160, 4, generator=generator),
             f"{LAYER}.lora_down.weight": torch.randn(4, 160, generator=generator),
