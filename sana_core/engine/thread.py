@@ -53,10 +53,15 @@ class ThreadWorker:
 
         make_body = partial(self.make_body, str(self.device))
         runner = TaskRunner(make_body, post, lambda run: run <= self.cancelled, describe)
-        while (message := self.tasks.get()) is not None:
-            runner.do(*message)
-            # Embeddings must not stay in memory until the next task.
-            message = None
+        try:
+            while (message := self.tasks.get()) is not None:
+                runner.do(*message)
+                # Embeddings must not stay in memory until the next task.
+                message = None
+        finally:
+            # The body refers to the runner. They would keep each other, and the models, alive until Python's collector
+            # runs.
+            del runner.body, runner.make_body
 
     def send(self, *message: Any) -> None:
         self.tasks.put(message)
