@@ -68,7 +68,7 @@ class TaskRunner:
             pass
         except Exception as error:
             failed = error
-        # Outside of `except`, where the error could not free what it refers to.
+        # Not inside of `except`, which would keep the error and the memory that it refers to.
         if failed is not None:
             self.post("failed", task, *self.describe(failed))
             failed = None

@@ -26,20 +26,20 @@ class Relay:
 
     @classmethod
     def INPUT_TYPES(cls):
-        others = {f"model{number}": ("MODEL",) for number in range(2)}
+        next_models = {f"model{number}": ("MODEL",) for number in range(2)}
         return {
             "required": {"model": ("MODEL",), "above": ("*",)},
-            "optional": {"both": ("BOOLEAN", {"default": False}), **others},
+            "optional": {"both": ("BOOLEAN", {"default": False}), **next_models},
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, input_types):
         return True
 
-    def patch(self, model, above, both=False, **others):
+    def patch(self, model, above, both=False, **next_models):
         from comfy.model_management import load_models_gpu
 
-        models = [model, *others.values()]
+        models = [model, *next_models.values()]
 
         def call(number, a):
             load_models_gpu(models[number : number + 1])
@@ -98,8 +98,8 @@ def part(model, latent, start, end):
 
 def together(models, above, **options):
     """A sampling that begins with the first of `models` and uses the next ones below the sigmas `above`."""
-    first, *others = models
-    links = {f"model{number}": link for number, link in enumerate(others)}
+    first, *next_models = models
+    links = {f"model{number}": link for number, link in enumerate(next_models)}
     return {
         "sigmas": ("AnyValue", {"value": tuple(above)}),
         "relay": ("Relay", {"model": first, "above": ["sigmas", 0], **links, **options}),
