@@ -139,14 +139,14 @@ WRONG = {
     "another kind": (
         {},
         lambda tensors: tensors.update({"transformer.proj_out.oft_blocks": torch.ones(4, 160)}),
-        r"40 of 41 layers fit, not transformer.proj_out \(no LoRA, DoRA, LoHa or LoKr\)",
+        r"40 of 41 layers fit, not transformer.proj_out \(got oft_blocks \[4, 160\], but no alpha\)",
     ),
     "two alphas": (
         {},
         lambda tensors: tensors.update({sorted(tensors)[0].partition(".lora_")[0] + ".alpha": torch.ones(2)}),
         r"39 of 40 layers fit, not transformer.*alpha \[2\], lora_A",
     ),
-    "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), r"got lora_B \[160, 4\], expected"),
+    "half a layer": ({}, lambda tensors: tensors.pop(sorted(tensors)[0]), r"got lora_B \[160, 4\], but no lora_A"),
     "another width": ({}, changed("lora_A.weight", lambda each: each[:, :96]), r"got lora_A \[4, 96\], lora_B"),
     "a DoRA of columns": ({}, with_magnitudes((1, 160)), "got a dora of columns, expected lora, dora, lokr"),
     "a DoRA of rows": ({}, with_magnitudes((160, 1)), "got a dora, but method.kind is lora; set it to dora"),

@@ -3,7 +3,6 @@ tests/nvidia_video.py), at small random shapes."""
 
 import inspect
 import json
-import time
 
 import diffusers
 import layouts
@@ -228,9 +227,7 @@ def test_longsana_is_refused_by_name(name, known_by, tmp_path):
     else:
         file.rename(folder / "SANA_Video_2B_480p_LongLive.safetensors")
     (folder.parent / "model_index.json").write_text(json.dumps({"_class_name": "LongSanaVideoPipeline"}))
-    start = time.process_time()
     info = sana_core.inspect_checkpoint(folder.parent)
-    assert time.process_time() - start < 0.05
     assert [part.kind for part in info.parts] == ["other"]
     message = "not a SANA-Video transformer: found LongSANA, whose layers .*; get SANA-Video_2B_480p_diffusers from Eff"
     with pytest.raises(ValueError, match=message):
