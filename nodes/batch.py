@@ -27,6 +27,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
             node_id="SanaNodesBatchSampler",
             display_name="SANA Batch Sampler",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["multi gpu", "many images", "many pictures", "all gpus", "batch count", "parallel"],
             inputs=[
@@ -59,7 +60,6 @@ class SanaNodesBatchSampler(io.ComfyNode):
                 io.Latent.Output(),
                 io.Image.Output(tooltip="The images, in the order of the prompts; nothing without a VAE."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -86,7 +86,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         from .host.batch.inputs import BatchInputs
         from .host.batch.run import sample_batch
         from .host.links import check_links
-        from .host.report import show_under_node
+        from .host.report import shown
         from .host.sampling.sampler import schedule
 
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
@@ -100,8 +100,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         sigmas = schedule(model, sampler, steps)
         batch = BatchInputs(model, positive, negative, latent_image, count, seed, guidance, sampler, sigmas, chunk, vae)
         latent, images, text = sample_batch(batch, devices)
-        show_under_node(text, cls.hidden.unique_id)
-        return io.NodeOutput(latent, images)
+        return io.NodeOutput(latent, images, ui=shown(text))
 
 
 NODES = [SanaNodesBatchSampler]

@@ -23,6 +23,7 @@ class SanaNodesControlNetLoader(FileNode, io.ComfyNode):
             node_id="SanaNodesControlNetLoader",
             display_name="SANA Load ControlNet",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana control net", "sana hed"],
             inputs=[
@@ -30,17 +31,15 @@ class SanaNodesControlNetLoader(FileNode, io.ComfyNode):
                 reference_input(),
             ],
             outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
         from .host.loading.controlnet import load_controlnet
-        from .host.report import show_under_node
+        from .host.report import shown
 
         control, text = load_controlnet(cls.find(control_net_name), reference)
-        show_under_node(text, cls.hidden.unique_id)
-        return io.NodeOutput(control)
+        return io.NodeOutput(control, ui=shown(text))
 
 
 NODES = [SanaNodesControlNetLoader]

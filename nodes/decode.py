@@ -23,6 +23,7 @@ class SanaNodesDecode(io.ComfyNode):
             node_id="SanaNodesDecode",
             display_name="SANA Decode",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["dc-ae decode", "sana vae decode", "tiled decode", "4k decode"],
             inputs=[
@@ -64,7 +65,7 @@ class SanaNodesDecode(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.links import check_links
         from .host.loading.vae import check_decodable, decode
-        from .host.report import show_under_running_node
+        from .host.report import shown
 
         check_links(samples=samples, vae=vae)
         check_decodable(samples["samples"], vae)
@@ -72,8 +73,7 @@ class SanaNodesDecode(io.ComfyNode):
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         check_name("devices", devices, DEVICES)
         image, report = decode(vae, samples["samples"], method, budget_gb, devices)
-        show_under_running_node(report)
-        return io.NodeOutput(image, report)
+        return io.NodeOutput(image, report, ui=shown(report))
 
 
 NODES = [SanaNodesDecode]

@@ -39,9 +39,10 @@ class SanaNodesDoctor(io.ComfyNode):
     @classmethod
     def execute(cls, files: bool) -> io.NodeOutput:
         from .host.doctor import examine_host
+        from .host.report import shown
 
-        markdown, json = examine_host(files)
-        return io.NodeOutput(markdown, json, ui=ui.PreviewText(markdown))
+        markdown, json, summary = examine_host(files)
+        return io.NodeOutput(markdown, json, ui={**ui.PreviewText(markdown).as_dict(), **shown(summary)})
 
 
 NODES = [SanaNodesDoctor]

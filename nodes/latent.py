@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..sana_core.model.known_models import DEFAULT_RESOLUTION, RATIOS, SIZES, image_size, read_size
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
-from .host.sampling.latents import empty_latent, image_or_model_size, show_size
+from .host.sampling.latents import empty_latent, image_or_model_size, size_text
 
 # The choice of the connected model's size.
 AUTO = "auto"
@@ -28,6 +28,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
             node_id="SanaNodesEmptyLatent",
             display_name="SANA Empty Latent",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana size", "empty dc-ae latent", "resolution"],
             inputs=[
@@ -53,6 +54,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
     @classmethod
     def execute(cls, width: int, height: int, batch_size: int, model=None) -> io.NodeOutput:
         from .host.links import check_links
+        from .host.report import shown
         from .host.sampling.guidance import require_images
 
         base = None
@@ -61,8 +63,7 @@ class SanaNodesEmptyLatent(io.ComfyNode):
             base = require_images(model.model)
         size = image_or_model_size(width, height, base)
         latent = empty_latent(*size, batch_size)
-        show_size(*size, base)
-        return io.NodeOutput(latent)
+        return io.NodeOutput(latent, ui=shown(size_text(*size, base)))
 
 
 class SanaNodesResolution(io.ComfyNode):

@@ -62,7 +62,6 @@ def pixels(resolution: str) -> int | None:
 
 def load_whole(
     name: str,
-    node_id: str,
     weight_dtype: str = "default",
     resolution: int | None = None,
     reference: str = AUTO,
@@ -78,15 +77,15 @@ def load_whole(
     from .host.loading.clip import load_clip
     from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
-    from .host.report import show_under_node
+    from .host.report import shown
 
     checkpoint = inspect_checkpoint(model_path(name))
     transformer = checkpoint.transformer
     if transformer is not None and transformer.is_video:
         check_vae(find_part(checkpoint, "video_autoencoder"), transformer)
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
-    show_under_node("\n".join([patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]), node_id)
-    return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint))
+    lines = [patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]
+    return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint), ui=shown("\n".join(lines)))
 
 
 class FileNode:
@@ -156,6 +155,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
             node_id="SanaNodesLoader",
             display_name="SANA Loader",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana checkpoint", "load sana", "gemma", "dc-ae"],
             inputs=[
@@ -174,7 +174,6 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
                 io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode."),
                 io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -186,7 +185,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
         reference: str = AUTO,
         quantise: str = "off",
     ) -> io.NodeOutput:
-        return load_whole(model, cls.hidden.unique_id, weight_dtype, pixels(resolution), reference, quantise)
+        return load_whole(model, weight_dtype, pixels(resolution), reference, quantise)
 
 
 class SanaNodesModelLoader(FileNode, io.ComfyNode):
@@ -204,6 +203,7 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
             node_id="SanaNodesModelLoader",
             display_name="SANA Load Diffusion Model",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana unet", "sana transformer", "load sana model", "sana pth"],
             inputs=[
@@ -214,7 +214,6 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
                 quantise_input(),
             ],
             outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -229,12 +228,12 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.load_model import load_model
-        from .host.report import show_under_node
+        from .host.report import shown
 
         checkpoint = inspect_checkpoint(cls.find(model_name))
         model = load_model(checkpoint, weight_dtype, pixels(resolution), reference, quantise)
-        show_under_node("\n".join([model.model.model_config.text, *checkpoint_notes(checkpoint)]), cls.hidden.unique_id)
-        return io.NodeOutput(model)
+        lines = [model.model.model_config.text, *checkpoint_notes(checkpoint)]
+        return io.NodeOutput(model, ui=shown("\n".join(lines)))
 
 
 class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
@@ -253,6 +252,7 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
             node_id="SanaNodesTextEncoderLoader",
             display_name="SANA Load Text Encoder",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["gemma loader", "sana clip", "load gemma 2"],
             inputs=[
@@ -266,7 +266,6 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
                 ),
             ],
             outputs=[io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -274,13 +273,11 @@ class SanaNodesTextEncoderLoader(FileNode, io.ComfyNode):
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.clip import load_clip
-        from .host.report import show_under_node
+        from .host.report import shown
 
         checkpoint = inspect_checkpoint(cls.find(text_encoder_name))
-        clip = load_clip(checkpoint, reference)
-        if notes := checkpoint_notes(checkpoint, reference):
-            show_under_node("\n".join(notes), cls.hidden.unique_id)
-        return io.NodeOutput(clip)
+        notes = checkpoint_notes(checkpoint, reference)
+        return io.NodeOutput(load_clip(checkpoint, reference), ui=shown("\n".join(notes)))
 
 
 class SanaNodesVAELoader(FileNode, io.ComfyNode):
@@ -298,11 +295,11 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
             node_id="SanaNodesVAELoader",
             display_name="SANA Load VAE",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["dc-ae", "sana vae", "load dc-ae", "dc-ae-lite"],
             inputs=[cls.file_input()],
             outputs=[io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -310,13 +307,11 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
         from ..sana_core.checkpoints import inspect_checkpoint
         from ..sana_core.checkpoints.generation import checkpoint_notes
         from .host.loading.vae import load_vae
-        from .host.report import show_under_node
+        from .host.report import shown
 
         checkpoint = inspect_checkpoint(cls.find(vae_name))
-        vae = load_vae(checkpoint)
-        if notes := checkpoint_notes(checkpoint):
-            show_under_node("\n".join(notes), cls.hidden.unique_id)
-        return io.NodeOutput(vae)
+        notes = checkpoint_notes(checkpoint)
+        return io.NodeOutput(load_vae(checkpoint), ui=shown("\n".join(notes)))
 
 
 NODES = [SanaNodesLoader, SanaNodesModelLoader, SanaNodesTextEncoderLoader, SanaNodesVAELoader]

@@ -27,6 +27,7 @@ class SanaNodesLoraLoader(FileNode, io.ComfyNode):
             node_id="SanaNodesLoraLoader",
             display_name="SANA Load LoRA",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana lora", "apply lora", "peft"],
             inputs=[
@@ -40,7 +41,6 @@ class SanaNodesLoraLoader(FileNode, io.ComfyNode):
                 io.Model.Output(tooltip="The model with the LoRA."),
                 io.Clip.Output(tooltip="The text encoder with the LoRA, where one was connected."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -49,16 +49,15 @@ class SanaNodesLoraLoader(FileNode, io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.links import check_links
         from .host.loading.lora import apply_lora
-        from .host.report import show_under_node
+        from .host.report import shown
 
         check_links(model=model)
         if clip is not None:
             check_links(clip=clip)
         for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
             check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
-        model, clip, report = apply_lora(model, clip, cls.find(lora_name), strength_model, strength_clip)
-        show_under_node(report, cls.hidden.unique_id)
-        return io.NodeOutput(model, clip)
+        model, clip, *lines = apply_lora(model, clip, cls.find(lora_name), strength_model, strength_clip)
+        return io.NodeOutput(model, clip, ui=shown(*lines))
 
 
 NODES = [SanaNodesLoraLoader]

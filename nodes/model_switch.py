@@ -24,6 +24,7 @@ class SanaNodesModelSwitch(io.ComfyNode):
             node_id="SanaNodesModelSwitch",
             display_name="SANA Model Switch",
             category="SANA/loaders",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["try without download", "bundled model", "demo model", "choose model"],
             inputs=[
@@ -41,7 +42,6 @@ class SanaNodesModelSwitch(io.ComfyNode):
                 io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode."),
                 io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -74,7 +74,7 @@ class SanaNodesModelSwitch(io.ComfyNode):
 
             check_links(model=model, clip=clip, vae=vae)
             return io.NodeOutput(model, clip, vae)
-        return load_whole(use, cls.hidden.unique_id)
+        return load_whole(use)
 
 
 NODES = [SanaNodesModelSwitch]

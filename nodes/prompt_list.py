@@ -23,6 +23,7 @@ class SanaNodesPromptList(io.ComfyNode):
             node_id="SanaNodesPromptList",
             display_name="SANA Prompt List",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["batch prompts", "prompts to batch", "multi prompt"],
             is_input_list=True,
@@ -44,14 +45,13 @@ class SanaNodesPromptList(io.ComfyNode):
                 io.Conditioning.Output(),
                 io.Int.Output("count", tooltip="The number of prompts, for the batch size."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip: list, prompts: list[str], instruction: list[bool]) -> io.NodeOutput:
         from .host.links import check_links
         from .host.loading.clip import encode_list
-        from .host.report import show_under_node
+        from .host.report import shown
 
         check_links(clip=clip[0])
         lines = [line for text in prompts for line in split_prompts(text)]
@@ -61,8 +61,9 @@ class SanaNodesPromptList(io.ComfyNode):
             check_text("prompts", line)
         conditioning, notes = encode_list(clip[0], lines, instruction[0])
         more = [f"{len(notes) - 1} more were cut"] if len(notes) > 1 else []
-        show_under_node("; ".join([f"{len(lines)} prompts", *notes[:1], *more]), cls.hidden.unique_id)
-        return io.NodeOutput(conditioning, len(lines))
+        return io.NodeOutput(
+            conditioning, len(lines), ui=shown(f"{len(lines)} prompts", "; ".join([*notes[:1], *more]))
+        )
 
 
 NODES = [SanaNodesPromptList]

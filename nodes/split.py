@@ -21,6 +21,7 @@ class SanaNodesSplitPicture(io.ComfyNode):
             node_id="SanaNodesSplitPicture",
             display_name="SANA Split Image",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["split picture", "multi gpu", "two gpus one image", "all gpus", "sequence parallel"],
             inputs=[
@@ -33,7 +34,6 @@ class SanaNodesSplitPicture(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output()],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -44,13 +44,12 @@ class SanaNodesSplitPicture(io.ComfyNode):
     @classmethod
     def execute(cls, model, devices: str) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.report import show_under_node
+        from .host.report import shown
         from .host.sampling.split import split_model
 
         check_links(model=model)
         patched, text = split_model(model, devices)
-        show_under_node(text, cls.hidden.unique_id)
-        return io.NodeOutput(patched)
+        return io.NodeOutput(patched, ui=shown(text))
 
 
 NODES = [SanaNodesSplitPicture]

@@ -20,6 +20,7 @@ class SanaNodesTextEncode(io.ComfyNode):
             node_id="SanaNodesTextEncode",
             display_name="SANA Text Encode",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana prompt", "gemma", "complex human instruction", "chi"],
             inputs=[
@@ -40,20 +41,18 @@ class SanaNodesTextEncode(io.ComfyNode):
                 ),
             ],
             outputs=[io.Conditioning.Output()],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
         from .host.links import check_links
         from .host.loading.clip import encode
-        from .host.report import show_under_node
+        from .host.report import shown
 
         check_links(clip=clip)
         conditioning, reading = encode(clip, text, instruction)
-        note = reading.note or f"{reading.tokens} of {MAX_TOKENS} tokens"
-        show_under_node(note, cls.hidden.unique_id)
-        return io.NodeOutput(conditioning)
+        text = "" if reading.note else f"{reading.tokens} of {MAX_TOKENS} tokens"
+        return io.NodeOutput(conditioning, ui=shown(text, reading.note))
 
 
 NODES = [SanaNodesTextEncode]

@@ -43,6 +43,7 @@ class SanaNodesDataset(io.ComfyNode):
             node_id="SanaNodesDataset",
             display_name="SANA Dataset",
             category="SANA/training",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["training data", "images and captions", "aspect ratio buckets", "contact sheet"],
             inputs=[
@@ -63,7 +64,6 @@ class SanaNodesDataset(io.ComfyNode):
                     display_name="contact_sheet", tooltip="The images as cropped, by shape, with captions."
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -75,13 +75,12 @@ class SanaNodesDataset(io.ComfyNode):
 
     @classmethod
     def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
-        from .host.report import show_under_node
+        from .host.report import shown
         from .host.training.datasets import look_at
 
         with without_places():
             dataset, sheet, text = look_at(dataset_path(folder), resolution)
-        show_under_node(text, cls.hidden.unique_id)
-        return io.NodeOutput(dataset, sheet)
+        return io.NodeOutput(dataset, sheet, ui=shown(text))
 
 
 def widget(name: str, optional: bool = False) -> io.Input:
@@ -213,7 +212,7 @@ class SanaNodesTrain(io.ComfyNode):
     def execute(
         cls, model, dataset, name: str, settings=None, clip=None, vae=None, validation_prompts: str = "", **widgets
     ) -> io.NodeOutput:
-        from .host.report import show_under_node
+        from .host.report import shown
         from .host.training.run import make_settings, train_lora
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
@@ -222,9 +221,10 @@ class SanaNodesTrain(io.ComfyNode):
         with naming_widgets(chosen.existing_lora), without_places():
             run = make_settings(model, dataset, run_path(name), chosen, widgets, clip, vae)
             trained = train_lora(model, run, cls.hidden.unique_id)
-        show_under_node(trained.report, cls.hidden.unique_id)
-        shown = None if trained.sheet is None else ui.PreviewImage(trained.sheet)
-        return io.NodeOutput(trained.lora, {"loss": trained.losses}, trained.model, ui=shown)
+        preview = {} if trained.sheet is None else ui.PreviewImage(trained.sheet).as_dict()
+        return io.NodeOutput(
+            trained.lora, {"loss": trained.losses}, trained.model, ui={**preview, **shown(trained.report)}
+        )
 
 
 class SanaNodesTrainControlNet(io.ComfyNode):
@@ -254,7 +254,7 @@ class SanaNodesTrainControlNet(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, dataset, name: str, settings=None, clip=None, vae=None, **widgets) -> io.NodeOutput:
-        from .host.report import show_under_node
+        from .host.report import shown
         from .host.training.run import make_settings, train_controlnet
 
         check_sockets(model=model, dataset=dataset, clip=clip, vae=vae, settings=settings)
@@ -263,8 +263,7 @@ class SanaNodesTrainControlNet(io.ComfyNode):
         with naming_widgets(), without_places():
             run = make_settings(model, dataset, run_path(name), chosen, widgets, clip, vae)
             control, losses, report = train_controlnet(model, run, cls.hidden.unique_id)
-        show_under_node(report, cls.hidden.unique_id)
-        return io.NodeOutput(control, {"loss": losses})
+        return io.NodeOutput(control, {"loss": losses}, ui=shown(report))
 
 
 def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.Input]:

@@ -25,6 +25,7 @@ class SanaNodesVideoLatent(io.ComfyNode):
             node_id="SanaNodesVideoLatent",
             display_name="SANA Video Latent",
             category="SANA",
+            has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
             search_aliases=["sana video size", "image to video", "empty latent video", "i2v", "t2v"],
             inputs=[
@@ -61,7 +62,8 @@ class SanaNodesVideoLatent(io.ComfyNode):
         cls, model, width: int, height: int, frames: int, batch_size: int, vae=None, first_image=None
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.sampling.latents import image_or_model_size, show_size
+        from .host.report import shown
+        from .host.sampling.latents import image_or_model_size, size_text
         from .host.sampling.video_model import require_video, video_latent
 
         optional = {"vae": vae, "first_image": first_image}
@@ -69,8 +71,7 @@ class SanaNodesVideoLatent(io.ComfyNode):
         base = require_video(model.model)
         size = image_or_model_size(width, height, base)
         latent = video_latent(base, size, frames, batch_size, vae, first_image)
-        show_size(*size, base)
-        return io.NodeOutput(latent)
+        return io.NodeOutput(latent, ui=shown(size_text(*size, base)))
 
 
 NODES = [SanaNodesVideoLatent]

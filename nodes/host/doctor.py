@@ -33,8 +33,8 @@ REPLACEABLE = {
 }
 
 
-def examine_host(files: bool) -> tuple[str, str]:
-    """Return the report about this server as Markdown and as JSON.
+def examine_host(files: bool) -> tuple[str, str, str]:
+    """Return the report about this server as Markdown and as JSON, and its summary.
 
     `files`: also check the SANA files in the models folders.
     """
@@ -48,8 +48,7 @@ def examine_host(files: bool) -> tuple[str, str]:
     )
     describe_host(report)
     examine(report, model_files() if files else (), str(management.get_torch_device()))
-    show_status(report.summary())
-    return report.markdown(), json.dumps(report.as_json(), indent=1)
+    return report.markdown(), json.dumps(report.as_json(), indent=1), report.summary()
 
 
 def describe_host(report: Report) -> None:

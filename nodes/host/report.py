@@ -1,4 +1,4 @@
-"""Shows text under a node and an image on it."""
+"""What a node tells its user: lines under it, warnings, progress and pictures. web/notes.js draws the first two."""
 
 import threading
 import time
@@ -13,26 +13,43 @@ from ...sana_core.runtime.text import get_logger, one_line
 
 logger = get_logger(__name__)
 
+# The name of the lines in a node's `ui` output.
+LINES = "sana"
+# The event of a warning: {"text": line, "node": the node under which it is written, or None}.
+WARNING = "sana_note"
 
-def show_under_node(text: str, node_id: str) -> None:
-    """Write the lines of `text` under the node and into the log."""
+
+def shown(text: str, warning: str = "") -> dict[str, list[str]]:
+    """Return the `ui` output of a node that shows the lines of `text` and `warning`, and write both into the log.
+
+    ComfyUI keeps the output of a node, so the lines stay after the run. A cached node has them too if its schema sets
+    has_intermediate_output. A warning is also a message of the canvas.
+    """
     for line in text.splitlines():
         logger.info(line)
-    write_under_node(text, node_id)
+    for line in warning.splitlines():
+        send_warning(line, None)
+    return {LINES: [one_line(line) for line in [*text.splitlines(), *warning.splitlines()]]}
 
 
-def write_under_node(text: str, node_id: str) -> None:
-    """Write the lines of `text` under the node."""
-    PromptServer.instance.send_progress_text("\n".join(map(one_line, text.splitlines())), node_id)
-
-
-def show_under_running_node(text: str) -> None:
-    """Write `text` under the currently executing node and into the log. In other threads, write only into the log."""
+def warn(line: str) -> None:
+    """Write a warning under the running node, into a message of the canvas and the log. Other threads: into the log."""
     context = get_executing_context()
     if context is None:
-        logger.warning(text)
+        logger.warning(line)
     else:
-        show_under_node(text, context.node_id)
+        send_warning(line, context.node_id)
+
+
+def send_warning(line: str, node_id: str | None) -> None:
+    logger.warning(line)
+    server = PromptServer.instance
+    server.send_sync(WARNING, {"text": one_line(line), "node": node_id}, server.client_id)
+
+
+def show_progress(text: str, node_id: str) -> None:
+    """Write the lines of `text` under the node while it runs."""
+    PromptServer.instance.send_progress_text("\n".join(map(one_line, text.splitlines())), node_id)
 
 
 class Notes:
@@ -52,12 +69,10 @@ class Notes:
             if line in self.lines:
                 return
             self.lines.append(line)
-            text = "\n".join(self.lines)
-        logger.warning(line)
-        if self.node_id is not None:
-            write_under_node(text, self.node_id)
-            server = PromptServer.instance
-            server.send_sync("sana_note", {"text": one_line(line)}, server.client_id)
+        if self.node_id is None:
+            logger.warning(line)
+        else:
+            send_warning(line, self.node_id)
 
 
 def show_on_running_node(image: Image.Image, bar_total: int) -> None:
@@ -68,16 +83,21 @@ def show_on_running_node(image: Image.Image, bar_total: int) -> None:
 def status_under_running_node() -> Callable[[str], None]:
     """Return a function that writes a text under the running node and into the log. Any thread may call it."""
     node_id = get_executing_context().node_id
-    return lambda text: show_under_node(f"SANA: {text}", node_id)
+
+    def show(text: str) -> None:
+        logger.info("SANA: %s", text)
+        show_progress(f"SANA: {text}", node_id)
+
+    return show
 
 
 def progress_under_running_node() -> Callable[[str], None]:
     """Return a function that writes a text under the running node, at most once a second, and not into the log."""
-    node_id, shown = get_executing_context().node_id, [0.0]
+    node_id, last = get_executing_context().node_id, [0.0]
 
     def show(text: str) -> None:
-        if time.monotonic() - shown[0] > 1:
-            shown[0] = time.monotonic()
-            write_under_node(text, node_id)
+        if time.monotonic() - last[0] > 1:
+            last[0] = time.monotonic()
+            show_progress(text, node_id)
 
     return show

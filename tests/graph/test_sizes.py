@@ -125,7 +125,7 @@ def test_a_size_far_from_the_trained_size_is_said_under_any_sampler(host, base_g
     graph["empty"][1].update(width=256, height=256)
     host.run(graph)
     note = "256 x 256 is far from this model's training size; use 128 x 128"
-    assert ("sample", note) in node_texts and messages == [{"text": note}]
+    assert ("sample", note) in node_texts and messages == [{"text": note, "node": "sample"}]
 
 
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler"])

@@ -77,7 +77,7 @@ def test_a_prompt_list_says_which_prompt_was_cut_and_how_many_more(encode, note)
     assert note() == "2 prompts"
     prompts = f"a red circle\n{LONG}\na cross --hw 1:2\n{LONG}"
     embeds, _ = encode(prompts, node="SanaNodesPromptList", field="prompts", reference="nvidia")
-    assert note() == "4 prompts; prompt 2: 9701 of 10001 tokens were cut: SANA reads 300; 2 more were cut"
+    assert note() == "4 prompts\nprompt 2: 9701 of 10001 tokens were cut: SANA reads 300; 2 more were cut"
     assert embeds.shape == (4, 300, 64)
 
 

@@ -26,7 +26,7 @@ from ....sana_core.cluster.connection import ClusterSettings
 from ....sana_core.cluster.session import Session
 from ....sana_core.errors import InputError
 from ..folders import configured_cluster
-from ..report import progress_under_running_node, status_under_running_node
+from ..report import Notes, progress_under_running_node, status_under_running_node
 from .job import CLUSTER, changed_weights, describe_job, encode_batch_hints
 from .results import Results, Row
 
@@ -58,8 +58,8 @@ def session_on(cluster: ClusterSettings) -> Session:
     return session
 
 
-def sample_on_cluster(batch: BatchInputs) -> tuple[dict[ImageSpec, Row], Counter[str]]:
-    """Return the rows of the images, and the number of images of each machine.
+def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
+    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`.
 
     Raises InputError for inputs that a cluster does not support, if cluster.json is missing or broken, and if all
     images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and the error of a machine if none
@@ -96,4 +96,4 @@ def sample_on_cluster(batch: BatchInputs) -> tuple[dict[ImageSpec, Row], Counter
     machines: Counter[str] = Counter()
     for worker, number in report.finished.items():
         machines[report.machines[worker]] += number
-    return results.finish(), machines
+    return results.finish(notes), machines

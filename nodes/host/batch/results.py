@@ -17,6 +17,7 @@ from ....sana_core.runtime.checks import check_finite
 from ....sana_core.runtime.text import get_logger
 
 if TYPE_CHECKING:
+    from ..report import Notes
     from .inputs import BatchInputs
 
 logger = get_logger(__name__)
@@ -76,8 +77,8 @@ class Results:
         except InputError as error:
             self.failures[image] = str(error)
 
-    def finish(self) -> dict[ImageSpec, Row]:
-        """Return the rows in the order of the images. An image that failed is black.
+    def finish(self, notes: Notes) -> dict[ImageSpec, Row]:
+        """Return the rows in the order of the images. An image that failed is black; a line in `notes` says so.
 
         Raises InputError if all images failed.
         """
@@ -88,8 +89,10 @@ class Results:
         if not good:
             first = texts[min(texts)]
             raise InputError(f"model: all {len(texts)} images failed ({first}); choose another weight_dtype or model")
-        for image in sorted(texts):
-            logger.warning("SANA Batch Sampler: %s; it is black", texts[image])
+        if texts:
+            notes.add(f"{len(texts)} of {len(self.rows | texts)} images failed and are black; {texts[min(texts)]}")
+        for image in texts:
+            logger.warning("SANA Batch Sampler: %s", texts[image])
             latent, pixels = self.rows.get(image, (torch.zeros_like(good[0][0]), None))
             self.rows[image] = latent, None if good[0][1] is None else torch.zeros_like(good[0][1])
         return dict(sorted(self.rows.items()))

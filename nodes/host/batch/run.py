@@ -61,14 +61,15 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     that a cluster does not support. Raises ClusterError if the cluster cannot be reached.
     """
     batch = check_batch(batch)
-    started = time.monotonic()
+    started, notes = time.monotonic(), Notes()
     if choice == CLUSTER:
-        rows, generated = sample_on_cluster(batch)
+        for line in cluster_notes(batch):
+            notes.add(line)
+        rows, generated = sample_on_cluster(batch, notes)
         stats = {worker: DeviceStats(number) for worker, number in generated.items()}
         bar_total = len(batch.images)
-        notes = cluster_notes(batch)
     else:
-        rows, stats, notes = sample_on_devices(batch, find_devices(batch.model, choice))
+        rows, stats = sample_on_devices(batch, find_devices(batch.model, choice), notes)
         bar_total = len(batch.images) * (len(batch.sigmas) - 1)
     replaced = ("samples", "batch_index")
     other_entries = {name: value for name, value in batch.latent.items() if name not in replaced}
@@ -79,23 +80,22 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     out = {**other_entries, "samples": torch.stack(latents).to(device), "batch_index": indices, SEED: batch.seed}
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
-    if choice == "all":
-        notes = [one_gpu_note(), *notes]
+    one_gpu = one_gpu_note() if choice == "all" else ""
     text = describe(stats, time.monotonic() - started)
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
-    return out, image, "\n".join(filter(None, [text, *notes]))
+    return out, image, "\n".join(filter(None, [text, one_gpu, *notes.lines]))
 
 
 def sample_on_devices(
-    batch: BatchInputs, devices: list[torch.device]
-) -> tuple[dict[ImageSpec, Row], dict[str, DeviceStats], list[str]]:
-    """Return the rows of the images, the statistics by worker, and lines for the user.
+    batch: BatchInputs, devices: list[torch.device], notes: Notes
+) -> tuple[dict[ImageSpec, Row], dict[str, DeviceStats]]:
+    """Return the rows of the images, and the statistics by worker. Adds lines for the user to `notes`.
 
     The MODEL's own device works in a thread of this process, each other one in a process. A MODEL that another process
     cannot load is used on its own device alone.
     """
-    own_device, notes = batch.model.load_device, Notes()
+    own_device = batch.model.load_device
     # Only this thread may call it, because it clears the user's interrupt.
     cancel = comfy.model_management.throw_exception_if_processing_interrupted
     hints = encode_batch_hints(batch)
@@ -146,7 +146,7 @@ def sample_on_devices(
     for worker, seat in run.seats.items():
         together = min(seat.together, 1) if samples_one_by_one(worker.device) else seat.together
         stats[worker.name] = DeviceStats(run.finished[worker.name], seat.pace, together)
-    return results.finish(), stats, notes.lines
+    return results.finish(notes), stats
 
 
 def cluster_notes(batch: BatchInputs) -> list[str]:
@@ -155,7 +155,7 @@ def cluster_notes(batch: BatchInputs) -> list[str]:
     for field, conditioning in (("positive", batch.positive), ("negative", batch.negative)):
         for embeds, options in conditioning:
             notes += unfit(field, {**options, "cross_attn": embeds}, batch.sampler == SPRINT)
-    return list(dict.fromkeys(notes))
+    return list(filter(None, notes))
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:

@@ -23,7 +23,7 @@ from ....sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, rea
 from ....sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
 from ..compat.internals import pixeldit_tokenizer, remember_loader
 from ..file_stats import Reloader
-from ..report import show_under_running_node
+from ..report import warn
 from ..sampling.core_nodes import ENCODED, no_effect
 from .layers import LookupPatcher, keep_on_device
 from .weights import config_tensor, load_component, wide_dtype
@@ -66,11 +66,11 @@ class SanaTokenizer:
             ids = read_request(self.tokenizer, text, not skip_template, system_prompt or "")
             return {KEY: [[(token, 1.0) for token in ids]]}
         if system_prompt:
-            show_under_running_node(no_effect("system_prompt"))
+            warn(no_effect("system_prompt"))
         instruction = bool(text.strip()) if instruction is None else instruction
         reading = read_prompt(self.tokenizer.encode, text, instruction, MAX_TOKENS, self.reference)
         if reading.note:
-            show_under_running_node(reading.note)
+            warn(reading.note)
         return token_pairs(reading, self.tokenizer.pad_token, (0,) if return_word_ids else ())
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
@@ -101,7 +101,7 @@ def check_options(options: dict) -> None:
             continue
         if name in MEDIA:
             raise InputError(f"{name}: Gemma 2 reads text alone; disconnect it")
-        show_under_running_node(no_effect(name))
+        warn(no_effect(name))
 
 
 class SanaTextModel(torch.nn.Module):
@@ -126,7 +126,7 @@ class SanaTextModel(torch.nn.Module):
     def set_clip_options(self, options: dict) -> None:
         self.execution_device = options.get("execution_device", self.execution_device)
         if options.get("layer") is not None:
-            show_under_running_node(no_effect("CLIPSetLastLayer"))
+            warn(no_effect("CLIPSetLastLayer"))
 
     def encode_token_weights(self, pairs: dict[str, list[list[tuple]]]) -> tuple[torch.Tensor, None, dict]:
         """Return embeddings [B, 300, C], no pooled output, and the mask."""

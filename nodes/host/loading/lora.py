@@ -21,7 +21,6 @@ from ....sana_core.checkpoints.lora import (
     reference_note,
     written_names,
 )
-from ....sana_core.runtime.text import get_logger
 from ..sampling.guidance import require_sana
 from ..sampling.model import SanaModel
 from .weights import read
@@ -29,7 +28,6 @@ from .weights import read
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-logger = get_logger(__name__)
 PREFIX = "diffusion_model."
 
 
@@ -78,8 +76,10 @@ def apply_lora(
     strength_model: float = 1.0,
     strength_clip: float = 1.0,
     tensors: dict[str, torch.Tensor] | None = None,
-) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str]:
-    """Return `model` and `clip` with the LoRA at `path`, and a text with the number of layers that fit.
+) -> tuple[ModelPatcher, comfy.sd.CLIP | None, str, str]:
+    """Return `model` and `clip` with the LoRA at `path`, the number of layers that fit, and the names of others.
+
+    One of the two texts is "".
 
     They are applied as by the commands, which have no text encoder for the layers that were trained on it. `tensors`
     is the content of the file, if the caller has read it. If None, ComfyUI may map the file.
@@ -100,16 +100,14 @@ def apply_lora(
     report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
     if misfits:
         report += f", not {listed(misfits)}"
-        logger.warning(report)
     if note := reference_note(checkpoint.name, checkpoint.weights.metadata, transformer.config.reference):
-        logger.warning(note)
         report += f"; {note}"
     model = model.clone()
     model.add_patches(patches, strength_model)
     if clip is not None:
         clip = clip.clone()
         clip.add_patches(patches, strength_clip)
-    return model, clip, report
+    return model, clip, *(("", report) if misfits or note else (report, ""))
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:

@@ -15,7 +15,6 @@ from ....sana_core.checkpoints.schemas import read_preview
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import DEFAULT_RESOLUTION, size_note
 from ....sana_core.model.latents import CHANNELS, DOWNSCALE, latent_shape
-from ..report import show_under_running_node
 from .preview import find_taesana, taesana_previewer
 
 if TYPE_CHECKING:
@@ -133,15 +132,14 @@ def image_or_model_size(width: int, height: int, model: SanaModel | None) -> tup
     return (DEFAULT_RESOLUTION, DEFAULT_RESOLUTION) if model is None else model.default_size
 
 
-def show_size(width: int, height: int, model: SanaModel | None) -> None:
-    """Write the size under the running node, and the size that the model was trained for if that is another."""
+def size_text(width: int, height: int, model: SanaModel | None) -> str:
+    """Return a line with the size, and with the size that the model was trained for if that is another."""
     # A link may give floats.
     width, height = int(width), int(height)
     if model is None:
-        show_under_running_node(f"{width} x {height}")
-        return
+        return f"{width} x {height}"
     trained = model.trained_size(width, height)
     note = size_note(width, height, trained)
     if not note and (width, height) != trained:
         note = f"{width} x {height}; the nearest training size of this model is {trained[0]} x {trained[1]}"
-    show_under_running_node(note or f"{width} x {height}")
+    return note or f"{width} x {height}"

@@ -187,7 +187,7 @@ def train_lora(model: ModelPatcher, settings: TrainingSettings, node_id: str) ->
     file, losses, said = run_training(model, settings, node_id)
     # Copied to memory, because the run replaces the file when it resumes. Windows replaces no file that is mapped.
     lora = read_file(file)
-    trained, _, _ = apply_lora(model, None, file, tensors=lora)
+    trained, *_ = apply_lora(model, None, file, tensors=lora)
     listed = list_result({".safetensors": file}, settings, "loras")
     return Trained(lora, losses, trained, f"{listed}; {said}", read_sheet(Path(settings.out)))
 

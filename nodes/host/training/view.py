@@ -15,7 +15,7 @@ from ....sana_core.runtime.image_files import levels
 from ....sana_core.training.dataset import SHEET
 from ....sana_core.training.states import Eta, Line, describe_validation
 from ..bars import PAPER, TEXT, as_image
-from ..report import write_under_node
+from ..report import show_progress
 
 # As ComfyUI's progress takes it: format, image, and the largest side or None for the image's size.
 Preview = tuple[str, Image.Image, None]
@@ -89,7 +89,7 @@ class View:
         """Write `text` under the node, but not sooner than WORDS after the last text, unless it must be seen `now`."""
         if now or time.monotonic() - self.said >= WORDS:
             self.said = time.monotonic()
-            write_under_node(text, self.node_id)
+            show_progress(text, self.node_id)
 
     def preview(self) -> Preview:
         """Return the latest images above the curve, as ComfyUI's progress takes a preview: at its own size."""
