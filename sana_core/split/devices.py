@@ -52,8 +52,7 @@ class Split:
         """
 
         def report(member: DeviceThread, error: BaseException) -> None:
-            name = type(error).__name__
-            logger.warning("%s failed (%s), its rows of the image go to the others", member.device, name)
+            logger.warning("%s failed (%s), its rows go to the others", member.device, type(error).__name__)
 
         return self.team.repeat(partial(self.step, x, work, parts, poll), poll, x.device, report)
 

@@ -105,7 +105,7 @@ def test_memory_that_runs_out_on_one_leaves_the_picture_to_the_other(
 
     monkeypatch.setattr(split, "shard_velocity", short)
     assert_same(latents(host, split_graph(seed=5)), latents(host, base_graph(steps=STEPS, seed=5)))
-    assert failed and "its rows of the image go to the others" in caplog.text
+    assert failed and "its rows go to the others" in caplog.text
 
 
 def test_one_device_says_so_and_draws(host, base_graph, split_graph, shards, caplog):
