@@ -45,13 +45,15 @@ function show(id, lines) {
     const rows = lines.reduce((count, line) => count + Math.ceil(line.length / columns), 0)
     const height = Math.min(LARGEST, LINE * rows + 6)
     element.style.height = `${height}px`
-    node.addDOMWidget(LINES, "sana_lines", element, {
+    const widget = node.addDOMWidget(LINES, "sana_lines", element, {
         serialize: false,
         margin: MARGIN,
         getMinHeight: () => height + 2 * MARGIN,
         getMaxHeight: () => height + 2 * MARGIN,
         getValue: () => element.textContent,
     })
+    // `serialize` of the options keeps it out of the prompt, and this out of the saved workflow.
+    widget.serialize = false
     node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])])
     app.graph.setDirtyCanvas(true, true)
 }

@@ -60,6 +60,8 @@ def test_lines_stay_after_a_run_and_cached_nodes_have_them(page, vue):
             assert node is not None and node.is_visible(), (run, line)
     for warning in LINES[1:3]:
         page.get_by_role("alert").filter(has_text=warning).first.wait_for()
+    saved = page.evaluate("() => JSON.stringify(app.graph.serialize())")
+    assert not [line for line in LINES if line in saved]
     assert not page.errors
 
 
