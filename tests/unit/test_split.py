@@ -23,7 +23,6 @@ from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denois
 from sana_core.split import generate as sharing
 from sana_core.split.cost import GPU_SPEEDS, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
-from sana_core.split.speed import launch_seconds, seconds_of
 
 CPU = torch.device("cpu")
 # a row of 16 cells is the least, and 4 its step: some CPUs' libraries multiply matrices of fewer rows, and those that
@@ -335,12 +334,6 @@ def test_predicted_step_of_an_h100_is_the_measured_one(pixels, milliseconds):
     """Measured: the steps of the pack with the 1.6B model in benchmarks/gpu/nvidia-h100-80gb-hbm3.json."""
     cost = split_cost("1.6B", (pixels, pixels), 2, GPU_SPEEDS["nvlink"], LINKS["nvlink"])
     assert 1e3 * cost.alone == pytest.approx(milliseconds, rel=0.02)
-
-
-def test_time_of_a_launch_is_python_s_time_for_a_layer_of_a_step():
-    """On a CPU too, a step takes many times as long as bare operations do."""
-    one = torch.ones(1)
-    assert launch_seconds(CPU, torch.float32) > 3 * seconds_of(lambda: one.clone(), [CPU])
 
 
 def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
