@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from ..runtime.accelerator import release_memory_of
+from ..runtime.limits import LIMITS
 from .body import Body, describe_failure
 from .child import TaskRunner
-
-# Seconds that `leave` waits for the thread.
-JOIN_TIMEOUT = 30.0
 
 
 class ThreadWorker:
@@ -73,4 +71,4 @@ class ThreadWorker:
 
     def leave(self) -> None:
         if self.thread is not None:
-            self.thread.join(JOIN_TIMEOUT)
+            self.thread.join(LIMITS.ending)

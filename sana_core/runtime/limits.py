@@ -21,7 +21,7 @@ class Limits(NamedTuple):
     patience: float = 10.0
     # While it loads, before another worker of the same machine may load too.
     turn: float = 60.0
-    # After a cancel, until the threads of a shared image have ended their work.
+    # After a cancel, until the threads of this process have ended their work.
     ending: float = 30.0
 
     def compiled(self) -> Limits:

@@ -92,7 +92,7 @@ def test_a_batch_ends_after_a_load_that_outlasts_the_run(host, monkeypatch, inte
     with host_cards(host, 1):
         free = management.free_memory
         monkeypatch.setattr(management, "free_memory", lambda _, *args, **options: free(10**18, *args, **options))
-        monkeypatch.setattr(thread, "JOIN_TIMEOUT", 0.0)
+        monkeypatch.setattr(thread, "LIMITS", thread.LIMITS._replace(ending=0.0))
         interrupt_move("SanaModel", "diffusion_model.transformer_blocks.2", GPU)
         with pytest.raises(InterruptedError):
             host.run(batch_graph(), keep_cache=True)

@@ -131,7 +131,7 @@ def check(images, expected):
 def test_a_gpu_that_hangs_does_not_block_the_empty_cache_of_another_process(checkpoint, healthy, monkeypatch, share):
     """The other GPU empties its cache when its memory runs out. In one process, that would wait for the hanging GPU."""
     # A process is not waited for.
-    monkeypatch.setattr(thread, "JOIN_TIMEOUT", 0.1)
+    monkeypatch.setattr(thread, "LIMITS", LIMITS._replace(ending=0.1))
     expected, calls = healthy
     with pretend_cards(2) as cards:
         cards.fail(SECOND, HANG, int(share * calls))
