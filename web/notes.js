@@ -76,7 +76,7 @@ app.registerExtension({
         // ComfyUI's own message names the node, but not the reason. Our code may fail below a node of ComfyUI.
         api.addEventListener("execution_error", ({ detail }) => {
             const isOurs = detail.node_type.startsWith("SanaNodes") || detail.traceback.some(line => OURS.test(line))
-            if (isOurs) addMessage("error", detail.exception_message.trim())
+            if (isOurs) addMessage("error", detail.exception_message.trim().split("\n")[0])
         })
     },
     // The outputs of an earlier run that is opened again.
