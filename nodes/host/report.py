@@ -1,4 +1,4 @@
-"""What a node tells its user: lines under it, warnings, progress and pictures. web/notes.js draws the first two."""
+"""Lines under a node, warnings, progress and pictures for the user. web/notes.js draws the first two."""
 
 import threading
 import time

@@ -99,16 +99,16 @@ def controlled(host):
 
 @pytest.fixture
 def node_texts(host, monkeypatch):
-    """A list of (node, text): what a user reads under nodes: progress, warnings, and the lines that stay after a run.
+    """A list of (node, text): the texts under nodes: progress, warnings, and the lines that stay after a run.
 
     A cached node has its lines already, so they are not in the list again.
     """
-    read, warnings, run, send_sync = [], {}, host.run, host.server.send_sync
+    texts, warnings, run, send_sync = [], {}, host.run, host.server.send_sync
 
     def send_and_read(event, data, sid=None):
         if event == "sana_note" and data["node"] is not None:
             warnings.setdefault(data["node"], []).append(data["text"])
-            read.append((data["node"], "\n".join(warnings[data["node"]])))
+            texts.append((data["node"], "\n".join(warnings[data["node"]])))
         send_sync(event, data, sid)
 
     def run_and_read(*args, **kwargs):
@@ -116,13 +116,13 @@ def node_texts(host, monkeypatch):
         caught = run(*args, **kwargs)
         cached = {node for event, data in host.executor.status_messages for node in data.get("nodes", ())}
         outputs = host.executor.history_result["outputs"].items()
-        read.extend((node, "\n".join(out["sana"])) for node, out in outputs if out.get("sana") and node not in cached)
+        texts.extend((node, "\n".join(out["sana"])) for node, out in outputs if out.get("sana") and node not in cached)
         return caught
 
-    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: read.append((node, text)))
+    monkeypatch.setattr(host.server, "send_progress_text", lambda text, node, sid=None: texts.append((node, text)))
     monkeypatch.setattr(host.server, "send_sync", send_and_read)
     monkeypatch.setattr(host, "run", run_and_read)
-    return read
+    return texts
 
 
 @pytest.fixture
