@@ -172,10 +172,10 @@ def test_a_decode_stays_within_its_launches_and_bytes():
         partial(counts.step, "1.6B", 1024, perturbed=True),
         partial(counts.decode, 1024),
         partial(counts.decode, 1024, triton=False),
-        partial(counts.decode, 2048, smallest=True),
+        partial(counts.decode, 1024, smallest=True),
         partial(counts.decode, 1024, kind="lite"),
         partial(counts.encode, 1024),
-        partial(counts.encode, 2048, smallest=True),
+        partial(counts.encode, 1024, smallest=True),
     ],
     ids=lambda count: f"{count.func.__name__} {count.args} {count.keywords}",
 )
