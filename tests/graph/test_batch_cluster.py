@@ -124,7 +124,7 @@ def test_an_image_that_failed_on_the_cluster_is_black(host, cluster_graph, faili
     failing_images(8)
     images = host.run(cluster_graph(count=3, seed=7))["image"]
     assert [float(image.mean()) for image in images] == [0.5, 0.0, 0.5]
-    assert "image 2 (seed 8): samples: NaN; it is black" in caplog.text
+    assert "1 of 3 images failed and are black; image 2 (seed 8): samples: NaN" in caplog.text
 
 
 def test_a_batch_of_failed_images_is_an_error(host, cluster_graph, failing_images):

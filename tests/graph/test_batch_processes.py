@@ -260,7 +260,7 @@ def test_cancel_ends_the_process_s_work_and_the_next_queue_is_whole(host, batch_
     assert torch.equal(by_process(batch_graph(count=8))["image"], expected)
 
 
-def test_images_with_nan_cost_no_others(host, batch_graph, by_process, caplog):  # noqa: F811
+def test_images_with_nan_cost_no_others(host, batch_graph, by_process, node_texts):  # noqa: F811
     graph = batch_graph(count=2)
     graph["catch positive"] = ("Catch", {"value": ["list", 0], "name": "positive"})
     caught = host.run(graph)
@@ -271,7 +271,8 @@ def test_images_with_nan_cost_no_others(host, batch_graph, by_process, caplog): 
     graph["batch"][1]["positive"] = ["broken", 0]
     got = by_process(graph)["image"]
     assert torch.equal(got[:2], caught["image"][:2]) and not got[2:].any()
-    assert re.search(r"image 3 \(seed 7\): samples: .* NaN or infinit.*; it is black", caplog.text)
+    note = r" of \d images failed and are black; image 3 \(seed 7\): samples: .* NaN or infinit"
+    assert re.search(note, node_texts[-1][1])
 
 
 def test_a_patched_model_is_used_by_the_thread_with_a_line_that_says_why(
