@@ -138,8 +138,8 @@ def sprint(name: str) -> Template:
 def image_to_image(name: str) -> Template:
     """Image to image, and an inpainting of the left half of the image."""
     nodes = {
-        "note": note(name, width=275),
-        "model": parts.demo_model()._replace(width=275),
+        "note": note(name, width=300),
+        "model": parts.demo_model()._replace(width=300),
         **own_image(),
         "encode": Node("VAEEncode", {"pixels": ("scale", 0), "vae": INSIDE[2]}),
         **parts.texts("a flat drawing of a red balloon among green hills at noon"),
@@ -161,9 +161,9 @@ def image_to_image(name: str) -> Template:
     # Six columns have to be narrow.
     for names, width, room in (
         ("negative sampler decode inpaint inpainted", 260, None),
-        ("prompt inpaint_prompt", 240, 100),
-        ("masked soft mask", 240, None),
-        ("save save_inpainted", 225, 200),
+        ("prompt inpaint_prompt", 230, 100),
+        ("masked soft mask", 230, None),
+        ("save save_inpainted", 210, 180),
     ):
         for node in names.split():
             nodes[node] = nodes[node]._replace(width=width, room=room)
