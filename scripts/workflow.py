@@ -32,7 +32,7 @@ TITLE, BETWEEN, COLUMN, FRAME, GROUP_TITLE = 30, 20, 40, 15, 40
 WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 60, 32
 # As in ComfyUI's own templates. Text on a note of another colour has too little contrast in Nodes 2.0.
 COLOUR, NOTE_COLOURS = "#3f789e", {"color": "#222", "bgcolor": "#000"}
-# The last of so many columns begins lower in a template, below the canvas' message about missing files.
+# A template with more columns than this has its last column lower, below the canvas' message about missing files.
 MOST_COLUMNS, MESSAGE = 3, 170
 # Height below the widgets of a subgraph's node, with and without a preview.
 PREVIEW_ROOM, NO_PREVIEW_ROOM = 215, 40
