@@ -25,19 +25,29 @@ class SanaNodesDoctor(io.ComfyNode):
                     default=True,
                     tooltip="Also check the SANA files in ComfyUI's models folders.",
                 ),
+                io.Boolean.Input(
+                    "always",
+                    default=False,
+                    optional=True,
+                    tooltip="Check again at each run. Off: only if a model file has changed or ComfyUI was restarted.",
+                ),
             ],
             outputs=[io.String.Output(display_name="report"), io.String.Output(display_name="json")],
             is_output_node=True,
-            not_idempotent=True,
         )
 
     @classmethod
-    def fingerprint_inputs(cls, files: bool) -> float:
-        # The report changes after a repair, so the node always runs.
-        return float("nan")
+    def fingerprint_inputs(cls, files: bool | None = True, always: bool | None = False) -> float | str:
+        from .host.doctor import model_files
+        from .host.file_stats import linked_file_stat
+
+        # ComfyUI passes None for a link. NaN differs from itself, so the node runs.
+        if always is not False:
+            return float("nan")
+        return "" if files is False else linked_file_stat(model_files)
 
     @classmethod
-    def execute(cls, files: bool) -> io.NodeOutput:
+    def execute(cls, files: bool, always: bool = False) -> io.NodeOutput:
         from .host.doctor import examine_host
         from .host.report import shown
 

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.model.known_models import SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
 from ..sana_core.runtime.checks import check_name
-from .host.folders import file_paths, find_file, list_files, list_models, model_path, model_paths
+from .host.folders import MODELS, file_paths, find_file, list_files, list_models, model_path, model_paths
 
 
 def weight_dtype_input() -> io.Combo.Input:
@@ -84,7 +84,9 @@ def load_whole(
     if transformer is not None and transformer.is_video:
         check_vae(find_part(checkpoint, "video_autoencoder"), transformer)
     patcher = load_model(checkpoint, weight_dtype, resolution, reference, quantise)
-    lines = [patcher.model.model_config.text, *checkpoint_notes(checkpoint, reference)]
+    # The demo model was trained on prompts in lower case without such marks.
+    notes = [] if name in MODELS else checkpoint_notes(checkpoint, reference)
+    lines = [patcher.model.model_config.text, *notes]
     return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint), ui=shown("\n".join(lines)))
 
 
@@ -157,7 +159,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
             category="SANA/loaders",
             has_intermediate_output=True,
             description=cleandoc(cls.__doc__),
-            search_aliases=["sana checkpoint", "load sana", "gemma", "dc-ae"],
+            search_aliases=["sana", "sana checkpoint", "load sana", "gemma", "dc-ae"],
             inputs=[
                 io.Combo.Input(
                     "model",

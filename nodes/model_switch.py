@@ -33,9 +33,11 @@ class SanaNodesModelSwitch(io.ComfyNode):
                     options=[CONNECTED, *MODELS],
                     tooltip="The connected loaders, or the demo model, which needs no download.",
                 ),
-                io.Model.Input("model", lazy=True, tooltip="From SANA Load Diffusion Model, or any SANA model."),
-                io.Clip.Input("clip", lazy=True, tooltip="From SANA Load Text Encoder."),
-                io.Vae.Input("vae", lazy=True, tooltip="From SANA Load VAE."),
+                io.Model.Input(
+                    "model", lazy=True, optional=True, tooltip="From SANA Load Diffusion Model, or any SANA model."
+                ),
+                io.Clip.Input("clip", lazy=True, optional=True, tooltip="From SANA Load Text Encoder."),
+                io.Vae.Input("vae", lazy=True, optional=True, tooltip="From SANA Load VAE."),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
@@ -61,9 +63,8 @@ class SanaNodesModelSwitch(io.ComfyNode):
         return file_stat(lambda: model_path(use)) if use in MODELS else ""
 
     @classmethod
-    def check_lazy_status(cls, use: str, model=None, clip=None, vae=None) -> list[str]:
+    def check_lazy_status(cls, use: str, **links) -> list[str]:
         check_name("use", use, (CONNECTED, *MODELS))
-        links = {"model": model, "clip": clip, "vae": vae}
         return [] if use in MODELS else [name for name, value in links.items() if value is None]
 
     @classmethod

@@ -31,6 +31,7 @@ class SanaNodesPromptList(io.ComfyNode):
                 io.Clip.Input("clip", tooltip="The CLIP of SANA Loader."),
                 io.String.Input(
                     "prompts",
+                    default="a red lighthouse on the sea\na blue house in the snow",
                     multiline=True,
                     dynamic_prompts=True,
                     tooltip="One prompt per line, or a list of texts from another node. Empty lines don't count.",

@@ -49,7 +49,7 @@ class SanaNodesSampler(io.ComfyNode):
             display_name="SANA Sampler",
             category="SANA",
             description=cleandoc(cls.__doc__),
-            search_aliases=["flow dpm solver", "flow euler", "ksampler sana"],
+            search_aliases=["sana", "flow dpm solver", "flow euler", "ksampler sana"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of SANA Loader."),
                 io.Conditioning.Input("positive", tooltip="What the image should show."),

@@ -34,7 +34,7 @@ class SanaNodesDataset(io.ComfyNode):
     Gives the images and captions of a folder to SANA Train, and shows them on a contact sheet.
 
     Put the images into a folder in ComfyUI's input folder, and beside each a text file of the same name with its
-    caption. "cyanotypes (bundled)" is an example.
+    caption, or write one caption for all. "cyanotypes (bundled)" is an example.
     """
 
     @classmethod
@@ -57,6 +57,13 @@ class SanaNodesDataset(io.ComfyNode):
                     tooltip="The training size of your model: 1024 for most, 512 for the demo model. Images are "
                     "cropped to the nearest of SANA's shapes of that area.",
                 ),
+                io.String.Input(
+                    "caption",
+                    default="",
+                    optional=True,
+                    tooltip="The caption of all images without a text file, for example a photo of sks cat. Use sks, a "
+                    "word that you invent, in your prompts.",
+                ),
             ],
             outputs=[
                 DATASET.Output(display_name="dataset", tooltip="For SANA Train."),
@@ -74,12 +81,13 @@ class SanaNodesDataset(io.ComfyNode):
         return linked_dataset_stat(dataset_paths) if folder is None else dataset_stat(lambda: dataset_path(folder))
 
     @classmethod
-    def execute(cls, folder: str, resolution: int) -> io.NodeOutput:
+    def execute(cls, folder: str, resolution: int, caption: str = "") -> io.NodeOutput:
         from .host.report import shown
         from .host.training.datasets import look_at
 
+        check_text("caption", caption)
         with without_places():
-            dataset, sheet, text = look_at(dataset_path(folder), resolution)
+            dataset, sheet, text = look_at(dataset_path(folder), resolution, caption.strip())
         return io.NodeOutput(dataset, sheet, ui=shown(text))
 
 

@@ -26,7 +26,7 @@ from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80
 # The README shows this template.
-FIRST = "SANA first image"
+FIRST = "SANA 1 first image"
 # {title of a node: the images and the text on it}
 SHOWN = """() => Object.fromEntries(app.graph.nodes.map(node => {
     const {images = [], text = []} = app.nodeOutputs[node.id] ?? {};

@@ -42,12 +42,8 @@ MODEL_SIZE = 0
 TEXTS = {"prompt": "prompt.text", "negative prompt": "negative.text"}
 SIZE = {"width": "empty.width", "height": "empty.height"}
 SETTINGS = {name: f"sampler.{name}" for name in ("seed", "steps", "guidance")}
-FILES = {
-    "use": "model.use",
-    "model": "file.model_name",
-    "text encoder": "gemma.text_encoder_name",
-    "VAE": "dc-ae.vae_name",
-}
+# The demo model, so that a blueprint runs at once. Loaders of other files are connected to its sockets.
+MODEL = {"use": "model.use"}
 
 
 def demo_model() -> Node:
@@ -67,6 +63,12 @@ def switch() -> Node:
     """Chooses between the three files and the demo model."""
     links = {"model": ("file", 0), "clip": ("gemma", 0), "vae": ("dc-ae", 0)}
     return Node("SanaNodesModelSwitch", {"use": "the loaders' files", **links}, width=310)
+
+
+def switch_outside() -> Node:
+    """Chooses between the demo model and the model that is connected to the sockets of a blueprint."""
+    links = {"model": ("MODEL", 0), "clip": ("CLIP", 0), "vae": ("VAE", 0)}
+    return Node("SanaNodesModelSwitch", {"use": DEMO_MODEL, **links}, width=310)
 
 
 def texts(prompt: str, clip: Link = INSIDE[1]) -> dict[str, Node]:
@@ -104,14 +106,6 @@ def image(
     }
 
 
-def first_image(prompt: str) -> Subgraph:
-    """The image that a template changes, so that nobody has to upload one."""
-    columns = "Prompt: prompt negative empty | Sampling: sampler | Result: decode"
-    graph = Graph(image(prompt, source=OUTSIDE), columns)
-    widgets = {"prompt": "prompt.text", "seed": "sampler.seed"}
-    return Subgraph("First image", graph, widgets, {"IMAGE": ("decode", 0)}, preview=False)
-
-
 def left_half() -> Subgraph:
     join = {"destination": ("keep", 0), "source": ("half", 0), "x": 0, "y": 0, "operation": "add"}
     nodes = {
@@ -140,12 +134,13 @@ def second_pass(scale: float = 1.5) -> Subgraph:
 
 
 def text_to_image() -> Subgraph:
-    nodes = {**files(MODEL_1K), "model": switch(), **image(PROMPT)}
-    columns = (
-        "Files: file gemma dc-ae | Model: model | Prompt: prompt negative empty | Sampling: sampler | Result: decode"
+    nodes = {"model": switch_outside(), **image(PROMPT)}
+    columns = "model | Prompt: prompt negative empty | Sampling: sampler | decode"
+    widgets = {**TEXTS, **SIZE, **SETTINGS, "budget_gb": "decode.budget_gb", **MODEL}
+    about = (
+        "Generates an image from a prompt with the demo model, or with the loaders that are connected and chosen in "
+        "use. 0 x 0 is the size of the model."
     )
-    widgets = {**TEXTS, **SIZE, **SETTINGS, "budget_gb": "decode.budget_gb", **FILES}
-    about = "Generates an image from a prompt with a SANA model or the demo model. 0 x 0 is the size of the model."
     outputs: dict[str, Link] = {"IMAGE": ("decode", 0), "LATENT": ("sampler", 0)}
     return Subgraph("SANA text to image", Graph(nodes, columns), widgets, outputs, about)
 
@@ -163,16 +158,15 @@ def batch_sampler(count: int, **links: Link) -> Node:
 
 def batch() -> Subgraph:
     nodes = {
-        **files(MODEL_1K),
-        "model": switch(),
+        "model": switch_outside(),
         **texts(""),
         "prompt": prompt_list(),
         "empty": empty(MODEL_SIZE),
         "sampler": batch_sampler(2, vae=INSIDE[2]),
     }
-    columns = "Files: file gemma dc-ae | Model: model | Prompt: prompt negative empty | Sampling: sampler"
-    widgets = {"prompts": "prompt.prompts", "count": "sampler.count", **SETTINGS, "devices": "sampler.devices", **FILES}
-    about = "Generates several images per line of a list, on all GPUs of this computer."
+    columns = "model | Prompt: prompt negative empty | Sampling: sampler"
+    widgets = {"prompts": "prompt.prompts", "count": "sampler.count", **SETTINGS, "devices": "sampler.devices", **MODEL}
+    about = "Generates several images per line of a list, on all GPUs of this computer, with the demo model or loaders."
     return Subgraph("SANA batch", Graph(nodes, columns), widgets, {"IMAGE": ("sampler", 1)}, about)
 
 

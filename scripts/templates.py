@@ -16,7 +16,8 @@ from sana_core.checkpoints.downloads import DOWNLOADS, download_command
 DOWNLOADED = {"SANA Sprint", "SANA video from text or image"}
 # Output nodes. App Mode shows their results.
 SHOWING = ("SaveImage", "SaveVideo", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
-SOURCES = {"model": INSIDE[0], "clip": INSIDE[1], "vae": INSIDE[2]}
+# A line of a tree of files.
+BRANCH = "\u251c\u2500\u2500 "
 
 
 class Template(NamedTuple):
@@ -31,25 +32,37 @@ def showing(workflow: Json) -> list[int]:
 
 
 def note(template: str, *released: str, width: int = 310) -> Node:
-    """The note of a template, with a table of the released files that it needs."""
+    """The note of a template, with links to the released files that it needs and a tree of their folders."""
     text = (ROOT / "scripts" / "notes.md").read_text(encoding="utf-8")
     (words,) = re.findall(rf"^# {template}\n(.*?)\n(?=# |\Z)", text, re.M | re.S)
     for placeholder, folder in (("480P", VIDEO_480), ("720P", VIDEO_720)):
         words = words.replace(f"\n{placeholder}\n", f"\n- `{download_command(folder)}`\n")
-    rows = [
-        f"| [{name}]({DOWNLOADS[name].url}) | {DOWNLOADS[name].gigabytes} GB | {DOWNLOADS[name].folder} |"
-        for name in released
-    ]
-    table = ["", "| file | size | folder in models |", "|---|---|---|", *rows] if rows else []
-    return Node(NOTE, {"text": "\n".join([words.strip(), *table])}, "Read me", width)
+    links = [f"- [{name}]({DOWNLOADS[name].url}), {DOWNLOADS[name].gigabytes} GB" for name in released]
+    folders = dict.fromkeys(DOWNLOADS[name].folder for name in released)
+    tree = ["", *links, "", "```", "ComfyUI/models/"] if released else []
+    for folder in folders:
+        names = [name for name in released if DOWNLOADS[name].folder == folder]
+        tree += [f"{BRANCH}{folder}/", *(f"\u2502   {BRANCH}{name}" for name in names)]
+    return Node(NOTE, {"text": "\n".join([words.strip(), *tree, *(["```"] if released else [])])}, "Read me", width)
 
 
 def save(images: tuple[str, int], prefix: str, title: str | None = None, width: int = 270) -> Node:
-    return Node("SaveImage", {"images": images, "filename_prefix": prefix}, title, width)
+    # Two images that are compared are in one column, above the minimap.
+    room = None if title is None else 220
+    return Node("SaveImage", {"images": images, "filename_prefix": prefix}, title, width, room)
+
+
+def own_image() -> dict[str, Node]:
+    """An image of the user, in the size of the demo model. ComfyUI has this example in its input folder."""
+    values = {"upscale_method": "lanczos", "megapixels": 0.25, "resolution_steps": 32}
+    return {
+        "own": Node("LoadImage", {"image": "example.png"}, "Your image"),
+        "scale": Node("ImageScaleToTotalPixels", {"image": ("own", 0), **values}),
+    }
 
 
 def before(images: tuple[str, int]) -> Node:
-    return Node("PreviewImage", {"images": images}, "Before")
+    return Node("PreviewImage", {"images": images}, "Before", room=220)
 
 
 def randomized(nodes: dict[str, Node]) -> dict[str, Node]:
@@ -65,7 +78,7 @@ def first_image(name: str) -> Template:
         **randomized(parts.image(parts.PROMPT, 512)),
         "save": save(("decode", 0), "sana-first", None, 330),
     }
-    columns = "note | Model: model empty | Prompt: prompt negative | Sampling: sampler decode | Result: save"
+    columns = "note | Model: model empty | Prompt: prompt negative | Sampling: sampler decode | save"
     return Template(Graph(nodes, columns))
 
 
@@ -77,10 +90,7 @@ def released(name: str) -> Template:
         **randomized(parts.image(parts.PROMPT)),
         "save": save(("decode", 0), "sana", None, 380),
     }
-    columns = (
-        "note / Files: file gemma dc-ae | Model: model / Prompt: prompt negative empty | "
-        "Sampling: sampler decode | Result: save"
-    )
+    columns = "note / Files: file gemma dc-ae | model / Prompt: prompt negative empty | Sampling: sampler decode | save"
     return Template(Graph(nodes, columns))
 
 
@@ -98,10 +108,10 @@ def large(name: str) -> Template:
     links = {"model": ("split", 0), "samples": ("sampler", 0), "vae": INSIDE[2]}
     conditioning = {"positive": ("prompt", 0), "negative": ("negative", 0)}
     nodes["second"] = Node(parts.second_pass(2.0), {**links, **conditioning}, width=250, mode=MUTED)
-    nodes["save_8K"] = save(("second", 0), "sana-8192", None, 250)._replace(mode=MUTED)
+    nodes["save_8K"] = save(("second", 0), "sana-8192", None, 250)._replace(mode=MUTED, room=120)
     columns = (
-        "note / Files: file gemma dc-ae | Model: model / Prompt: prompt negative empty | "
-        "4K: split sampler decode | Result: save | 8K: second save_8K"
+        "note / Files: file gemma dc-ae | model prompt negative empty | 4K: split sampler decode | save | "
+        "8K: second save_8K"
     )
     return Template(Graph(nodes, columns))
 
@@ -121,19 +131,17 @@ def sprint(name: str) -> Template:
         "save": save(("decode", 0), "sana-sprint", None, 400),
     }
     nodes["empty"].inputs.update(width=("size", 0), height=("size", 1))
-    columns = "note / Files: file gemma dc-ae | Prompt: prompt size empty | Sampling: sampler decode | Result: save"
+    columns = "note / Files: file gemma dc-ae | Prompt: prompt size empty | Sampling: sampler decode | save"
     return Template(Graph(randomized(nodes), columns))
 
 
 def image_to_image(name: str) -> Template:
-    """Image to image, and an inpainting of the left half of the first image."""
-    latent = {"pixels": ("first", 0), "vae": INSIDE[2]}
+    """Image to image, and an inpainting of the left half of the image."""
     nodes = {
-        "note": note(name),
-        "model": parts.demo_model(),
-        "first": Node(parts.first_image("a watercolour of a red balloon on the sea at dusk"), SOURCES),
-        "before": before(("first", 0)),
-        "encode": Node("VAEEncode", latent),
+        "note": note(name, width=300),
+        "model": parts.demo_model()._replace(width=300),
+        **own_image(),
+        "encode": Node("VAEEncode", {"pixels": ("scale", 0), "vae": INSIDE[2]}),
         **parts.texts("a flat drawing of a red balloon among green hills at noon"),
         "sampler": parts.sampler(("encode", 0), seed=1, denoise=0.85),
         "decode": Node("VAEDecode", {"samples": ("sampler", 0), "vae": INSIDE[2]}),
@@ -147,17 +155,15 @@ def image_to_image(name: str) -> Template:
         "save_inpainted": save(("inpainted", 0), "sana-inpaint", "Inpaint"),
     }
     columns = (
-        "note model soft | Before: first before encode / Inpaint: mask | "
-        "Image to image: prompt negative / Inpaint: inpaint_prompt masked | Image to image: sampler decode | "
-        "Inpaint: inpaint inpainted | Result: save save_inpainted"
+        "note model negative | Image: own scale encode | Image to image: prompt sampler decode | "
+        "Inpaint: mask inpaint_prompt masked soft | Inpaint: inpaint inpainted | save save_inpainted"
     )
     # Six columns have to be narrow.
     for names, width, room in (
-        ("first before encode mask", 220, None),
-        ("prompt inpaint_prompt", 240, 100),
-        ("negative masked", 240, None),
-        ("sampler decode inpaint inpainted", 260, None),
-        ("save save_inpainted", 240, None),
+        ("negative sampler decode inpaint inpainted", 260, None),
+        ("prompt inpaint_prompt", 230, 100),
+        ("masked soft mask", 230, None),
+        ("save save_inpainted", 210, 180),
     ):
         for node in names.split():
             nodes[node] = nodes[node]._replace(width=width, room=room)
@@ -177,7 +183,7 @@ def second_pass(name: str) -> Template:
     }
     columns = (
         "note model | Prompt: prompt negative empty | First pass: sampler decode | "
-        "Second pass: upscale second decode_second | Result: before save"
+        "Second pass: upscale second decode_second | before save"
     )
     return Template(Graph(nodes, columns))
 
@@ -190,17 +196,16 @@ def controlnet(name: str) -> Template:
         "note": note(name, width=380),
         "model": parts.demo_model(),
         "control": Node("SanaNodesControlNetLoader", {"control_net_name": "sana-posters-edges (bundled)"}),
-        "first": Node(parts.first_image("a flat drawing of a yellow car in the snow at noon"), SOURCES),
-        "before": before(("first", 0)),
-        "canny": Node("Canny", {"image": ("first", 0), "low_threshold": 0.1, "high_threshold": 0.2}),
+        **own_image(),
+        "canny": Node("Canny", {"image": ("scale", 0), "low_threshold": 0.1, "high_threshold": 0.2}),
         "edges": Node("PreviewImage", {"images": ("canny", 0)}, "Edges"),
         **parts.image("a watercolour of a purple car in the desert at dusk", seed=1, **applied),
         "apply": Node("ControlNetApplyAdvanced", {**links, "image": ("canny", 0), **values}),
         "save": save(("decode", 0), "sana-controlnet", "After"),
     }
     columns = (
-        "note / Model: model control empty | Before: first before canny | "
-        "Edges: edges / Prompt: prompt negative | ControlNet: apply sampler | Result: decode save"
+        "note / model control empty | Image: own scale canny | Prompt: edges prompt negative | "
+        "ControlNet: apply sampler | decode save"
     )
     return Template(Graph(nodes, columns))
 
@@ -220,7 +225,7 @@ def lora(name: str) -> Template:
     }
     columns = (
         "note model lora | Prompt: prompt negative empty | Without the LoRA: sampler decode | "
-        "With the LoRA: with_lora decode_lora | Result: before save"
+        "With the LoRA: with_lora decode_lora | before save"
     )
     return Template(Graph(nodes, columns), (("lora", "strength_model"), ("prompt", "text"), ("sampler", "seed")))
 
@@ -241,13 +246,12 @@ def train(name: str) -> Template:
         "sheet": Node("PreviewImage", {"images": ("data", 1)}, "Contact sheet"),
         "train": Node("SanaNodesTrain", {"model": INSIDE[0], "dataset": ("data", 0), **settings}, width=340),
         **parts.image(prompt),
-        "loss": Node("LossGraphNode", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss"),
+        "loss": Node("LossGraphNode", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss", room=220),
         "save": save(("decode", 0), "sana-trained", "Image with the LoRA"),
     }
     nodes["sampler"].inputs["model"] = ("train", 2)
     columns = (
-        "note model data | Training: train sheet | Prompt: prompt negative empty | Sampling: sampler decode | "
-        "Result: save loss"
+        "note model data | Training: sheet train | Prompt: prompt negative empty | Sampling: sampler decode | save loss"
     )
     return Template(Graph(nodes, columns), (("train", "name"), ("train", "steps"), ("prompt", "text")))
 
@@ -262,7 +266,7 @@ def batch(name: str) -> Template:
         "sampler": parts.batch_sampler(2, vae=INSIDE[2]),
         "save": save(("sampler", 1), "sana-batch", None, 400),
     }
-    columns = "note model | Prompt: prompt negative empty | Sampling: sampler | Result: save"
+    columns = "note model | Prompt: prompt negative empty | Sampling: sampler | save"
     return Template(Graph(randomized(nodes), columns), (("prompt", "prompts"), ("sampler", "seed")))
 
 
@@ -280,8 +284,8 @@ def video(name: str) -> Template:
     for node in ("prompt", "negative"):
         nodes[node] = nodes[node]._replace(room=260)
     columns = (
-        "note / Model: model | First image and size: first_image empty | Prompt: prompt negative | "
-        "Sampling: sampler decode / SANA-Video 2.0: second | Result: video save save_2"
+        "note / model | First image and size: first_image empty | Prompt: prompt negative | "
+        "sampler decode / SANA-Video 2.0: second | video save save_2"
     )
     return Template(Graph(nodes, columns))
 
@@ -291,16 +295,17 @@ def check(name: str) -> Template:
         "note": note(name),
         "doctor": Node("SanaNodesDoctor", {}),
         "plan": Node("SanaNodesPlan", {"variant": "recommended"}, width=440),
-        "report": Node("PreviewAny", {"source": ("doctor", 0)}, "Report", 670, 700),
+        # Its text is Markdown, for an issue on GitHub.
+        "report": Node("PreviewAny", {"source": ("doctor", 0)}, "Text for a bug report", 440, 180),
     }
-    columns = "note doctor | Plan: plan | Report: report"
+    columns = "note doctor | plan report"
     return Template(Graph(nodes, columns), (("doctor", "files"),))
 
 
 def templates() -> dict[str, Template]:
     """Return the templates by the name of their file, which the template browser shows."""
     functions = {
-        "SANA first image": first_image,
+        "SANA 1 first image": first_image,
         "SANA 1K and 2K": released,
         "SANA 4K and 8K": large,
         "SANA Sprint": sprint,

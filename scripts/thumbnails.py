@@ -24,13 +24,13 @@ PAPER, LINE, TEXT, FAINT = (24, 28, 36), (118, 185, 0), (240, 242, 245), (150, 1
 # (title of the node that shows an image, label on the card), in rows
 Rows = Sequence[Sequence[tuple[str, str]]]
 ROWS: dict[str, Rows] = {
-    "SANA first image": [[("Save Image", "")]],
+    "SANA 1 first image": [[("Save Image", "")]],
     "SANA image to image and inpaint": [
-        [("Before", "before"), ("Image to image", "image to image")],
+        [("Image to image", "image to image")],
         [("Inpaint", "inpaint")],
     ],
     "SANA second pass": [[("Before", "before")], [("After", "second pass")]],
-    "SANA ControlNet": [[("Before", "before"), ("Edges", "edges")], [("After", "after")]],
+    "SANA ControlNet": [[("Edges", "edges")], [("After", "after")]],
     "SANA LoRA": [[("Before", "before")], [("After", "with the LoRA")]],
     "SANA train a LoRA": [[("Contact sheet", "20 images")], [("Image with the LoRA", "the LoRA")]],
 }

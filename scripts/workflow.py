@@ -30,8 +30,10 @@ CONTROL = "control after generate"
 # Pixels. The position of a node is the corner below its title.
 TITLE, BETWEEN, COLUMN, FRAME, GROUP_TITLE = 30, 20, 40, 15, 40
 WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 60, 32
-COLOURS = {"Files": "#3f789e", "Model": "#3f789e", "Prompt": "#88aa88"} | dict.fromkeys(("Result", "Before"), "#b58b2a")
-COLOUR, NOTE_COLOURS = "#a1309b", {"color": "#432", "bgcolor": "#653"}
+# As in ComfyUI's own templates. Text on a note of another colour has too little contrast in Nodes 2.0.
+COLOUR, NOTE_COLOURS = "#3f789e", {"color": "#222", "bgcolor": "#000"}
+# A template with more columns than this has its last column lower, below the canvas' message about missing files.
+MOST_COLUMNS, MESSAGE = 3, 170
 # Height below the widgets of a subgraph's node, with and without a preview.
 PREVIEW_ROOM, NO_PREVIEW_ROOM = 215, 40
 # Sockets of a subgraph that come first, in the order of a loader's outputs.
@@ -225,9 +227,15 @@ def write_node(file: File, node: Node, id_: int) -> Json:
 
 
 def note_height(text: str, width: int) -> int:
-    """Return the height of a note. A link shows only its name, and an empty line is a small gap."""
+    """Return the height of a note. A link shows only its name, an empty line is a small gap, and a tree is low."""
     lines = [re.sub(r"\]\([^)]*\)", "", line) for line in text.splitlines()]
-    return sum(8 if not line else 19 * math.ceil(6.5 * len(line) / (width - 40)) for line in lines) + 30
+    return (
+        sum(
+            8 if not line else 14 if line[0] in "`\u251c\u2502" else 19 * math.ceil(6.5 * len(line) / (width - 40))
+            for line in lines
+        )
+        + 30
+    )
 
 
 def frame(
@@ -327,17 +335,17 @@ def ends_of(subgraph: Subgraph) -> dict[str, list[tuple[str, str]]]:
 
 
 def place(file: File, written: dict[str, Json], columns: str) -> list[Json]:
-    """Set the positions of the nodes, and return a group around the nodes of each title.
+    """Set the positions of the nodes, and return a group around the nodes of each title, also in adjacent columns.
 
     The last group of a column ends where the longest column ends.
     """
     groups: list[Json] = []
     last_groups = []
     bottom = left = 0
-    for column in columns.split("|"):
-        stack = [group.rpartition(":") for group in column.split("/")]
+    stacks = [[group.rpartition(":") for group in column.split("/")] for column in columns.split("|")]
+    for index, stack in enumerate(stacks, 1):
         width = max(written[name]["size"][0] for _, _, names in stack for name in names.split())
-        y = 0
+        y = MESSAGE if "note" in written and index == len(stacks) > MOST_COLUMNS else 0
         for number, (title, _, names) in enumerate(stack):
             y += number * (GROUP_TITLE + FRAME)
             top = y
@@ -348,8 +356,10 @@ def place(file: File, written: dict[str, Json], columns: str) -> list[Json]:
             y -= BETWEEN
             if title:
                 box = [left - FRAME, top - GROUP_TITLE, width + 2 * FRAME, y - top + GROUP_TITLE + FRAME]
-                colour = COLOURS.get(title.strip(), COLOUR)
-                group = {"title": title.strip(), "bounding": box, "color": colour, "font_size": 24, "flags": {}}
+                if groups and groups[-1]["title"] == title.strip():
+                    groups[-1]["bounding"][2] = box[0] + box[2] - groups[-1]["bounding"][0]
+                    continue
+                group = {"title": title.strip(), "bounding": box, "color": COLOUR, "font_size": 24, "flags": {}}
                 groups.append({"id": next(file.group_ids), **group})
         last_groups += groups[-1:] if title else []
         bottom = max(bottom, y)

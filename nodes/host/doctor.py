@@ -34,7 +34,7 @@ REPLACEABLE = {
 
 
 def examine_host(files: bool) -> tuple[str, str, str]:
-    """Return the report about this server as Markdown and as JSON, and its summary.
+    """Return the report about this server as Markdown and as JSON, and lines with its summary and its faults.
 
     `files`: also check the SANA files in the models folders.
     """
@@ -48,7 +48,8 @@ def examine_host(files: bool) -> tuple[str, str, str]:
     )
     describe_host(report)
     examine(report, model_files() if files else (), str(management.get_torch_device()))
-    return report.markdown(), json.dumps(report.as_json(), indent=1), report.summary()
+    faults = (f"{line.subject}: got {line.got}, expected {line.expected}" for line in report.faults)
+    return report.markdown(), json.dumps(report.as_json(), indent=1), "\n".join([report.summary(), *faults])
 
 
 def describe_host(report: Report) -> None:

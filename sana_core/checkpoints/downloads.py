@@ -96,6 +96,9 @@ def where_to_get(name: str) -> str:
 
 
 def download_command(folder: str) -> str:
-    """Return the command line that downloads a released folder, to be run in ComfyUI's folder."""
+    """Return the command line that downloads a released folder, to be run in ComfyUI's folder.
+
+    The command hf is not on the PATH of ComfyUI's portable version.
+    """
     repository = DOWNLOADS[folder].url.removeprefix(f"{HOST}/")
-    return f"hf download {repository} --local-dir models/diffusers/{folder}"
+    return f"python -m huggingface_hub.cli.hf download {repository} --local-dir models/diffusers/{folder}"

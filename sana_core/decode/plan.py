@@ -80,15 +80,15 @@ class Plan:
     def words(self, stages: Stages) -> str:
         """Describe the plan for users."""
         if self.method == "whole":
-            return "whole"
+            return "whole image at once"
         if self.method == "tiles":
             return f"tiles of {self.tile * stages.downscale} px, overlapping by {self.overlap * stages.downscale} px"
         width = "" if self.columns is None else f", {self.columns * stages.stride} px wide"
         strips = f"strips of {self.rows * stages.stride} px{width}"
         if not stages.attends:
             return strips
-        attention = "whole" if self.attention_rows is None else f"{self.attention_rows} latent rows at a time"
-        return f"{strips}; attention {attention}"
+        at_once = "over the whole image" if self.attention_rows is None else f"over {self.attention_rows} latent rows"
+        return f"{strips}; attention {at_once} at once"
 
     def report(self, stages: Stages) -> dict[str, object]:
         """Return the entries of the plan in a decode report."""

@@ -88,7 +88,7 @@ class Sample(NamedTuple):
     image: FileRange
     mask: FileRange | None = None
     control: FileRange | None = None
-    # All captions of the image with their weights. `caption` is one of them.
+    # All captions of the image with their weights. `caption` is one of them. Empty: no caption was found.
     captions: Captions = ()
     # Width and height of the upright image. (0, 0): its header has not been read yet.
     size: tuple[int, int] = (0, 0)
@@ -157,12 +157,13 @@ def warn_of_skipped(faults: Sequence[SanaError]) -> None:
     logger.warning("dataset: skip_broken leaves out %d images: %s; the first: %s", len(faults), names, faults[0])
 
 
-def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) -> list[Sample]:
+def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False, caption: str = "") -> list[Sample]:
     """Return the samples of a folder and its subfolders, of a .jsonl, a .tar, or the tars in a wids-meta.json.
 
     A metadata.jsonl or wids-meta.json in a folder replaces the other files of the folder. Samples are sorted by name,
     and a .jsonl keeps its order. Only the headers of images are read. `poll` is called for each image and cancels by
     raising. With `skip_broken`, images that are missing or cannot be read are left out, and the log lists them.
+    `caption` is the caption of images without one.
 
     Raises InputError for a data set without images, and otherwise the first fault. It names the other faults too.
     """
@@ -171,7 +172,7 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
     for sample in list_samples(Path(path), faults, remarks):
         poll()
         if isinstance(sample, Sample):
-            sample = attempt(measure, sample)
+            sample = attempt(measure, sample, caption)
         if isinstance(sample, Sample):
             samples.append(sample)
         elif skip_broken and is_unreadable(sample):
@@ -201,8 +202,18 @@ def read_dataset(path: Path, poll: Poll = no_poll, skip_broken: bool = False) ->
     return samples
 
 
-def measure(sample: Sample) -> Sample:
-    """Return `sample` with its size. Raises InputError for a mask or control image of another size than the image."""
+def measure(sample: Sample, caption: str) -> Sample:
+    """Return `sample` with its size, and with `caption` if it has none.
+
+    Raises InputError for no caption, and for a mask or control image of another size than the image.
+    """
+    if not sample.captions:
+        if not caption:
+            raise InputError(
+                f"{sample.name}: has no caption, expected a text file of the same name beside it; write one, or set "
+                "caption for all images without one"
+            )
+        sample = sample._replace(caption=caption, captions=((caption, 1.0),))
     size = upright_size(sample.image, sample.name)
     for kind, place in (("mask", sample.mask), ("control image", sample.control)):
         other = size if place is None else upright_size(place, f"{sample.name} ({kind})")
@@ -388,9 +399,9 @@ def join_files(
             remarks[CAPTIONED].append(prefix + stems[stem]["image"][0])
         else:
             stems[image_stem].setdefault(kind, []).extend(stems[stem].pop("image"))
-    for stem, kinds in sorted(stems.items()):
+    for _, kinds in sorted(stems.items()):
         if "image" in kinds:
-            yield attempt(read_files, files, prefix, stem, kinds)
+            yield attempt(read_files, files, prefix, kinds)
         elif ".txt" in kinds and not kinds.keys() & set(OTHER_ENDINGS):
             remarks[ALONE].append(prefix + kinds[".txt"][0])
 
@@ -485,23 +496,19 @@ def attempt(function: Callable[..., T], *arguments: object) -> T | SanaError:
         return without_traceback(fault)
 
 
-def read_files(files: Mapping[str, FileRange], prefix: str, stem: str, kinds: Kinds) -> Sample:
+def read_files(files: Mapping[str, FileRange], prefix: str, kinds: Kinds) -> Sample:
     """Return the sample of the files with one stem."""
     name = prefix + kinds["image"][0]
     for names in (kinds.get(kind, []) for kind in ("mask", "control", "image")):
         if len(names) > 1:
             raise InputError(f"{name}: {names[0]} and {names[1]} have one name, expected one of them; rename the other")
     text = next((kinds[kind][0] for kind in (".txt", ".json") if kind in kinds), None)
-    if text is None:
-        stem = PurePosixPath(stem).name
-        raise InputError(f"{name}: has no caption, expected {stem}.txt beside it; an empty one is none")
-    data = read_range(files[text], prefix + text, LARGEST_CAPTION)
-    if ".txt" in kinds:
-        captions: Captions = ((read_text(data, prefix + text), 1.0),)
-    else:
-        captions = pick_captions(parse(data, prefix + text), prefix + text)
+    captions: Captions = ()
+    if text is not None:
+        data, where = read_range(files[text], prefix + text, LARGEST_CAPTION), prefix + text
+        captions = ((read_text(data, where), 1.0),) if ".txt" in kinds else pick_captions(parse(data, where), where)
     mask, control = (files[kinds[kind][0]] if kind in kinds else None for kind in ("mask", "control"))
-    return Sample(name, captions[0][0], files[kinds["image"][0]], mask, control, captions)
+    return Sample(name, captions[0][0] if captions else "", files[kinds["image"][0]], mask, control, captions)
 
 
 def read_text(data: bytes, name: str) -> str:

@@ -85,7 +85,7 @@ class CountCache:
         if key not in self.counted:
             self.poll()
             if self.report is not None:
-                self.report(f"counting the memory of {title}")
+                self.report(f"estimating the memory of {title}")
             self.counted[key] = function(*case)
         return self.counted[key]
 

@@ -118,10 +118,14 @@ def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Samp
     for path, repeats, weight in itertools.zip_longest(phase.data, phase.repeats, phase.weights):
         weighted = [
             sample._replace(weight=1.0 if weight is None else weight)
-            for sample in read_dataset(Path(path), poll, skip_broken)
+            for sample in read_dataset(Path(path), poll, skip_broken, phase.caption)
         ]
         samples += weighted * (repeats or 1)
-    prior = [sample for path in phase.regularisation for sample in read_dataset(Path(path), poll, skip_broken)]
+    prior = [
+        sample
+        for path in phase.regularisation
+        for sample in read_dataset(Path(path), poll, skip_broken, phase.regularisation_caption)
+    ]
     for sample in itertools.islice(itertools.cycle(prior), len(samples)):
         samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
     resolutions = (phase.resolution, *phase.resolutions)

@@ -354,6 +354,10 @@ class Phase:
         within(0, 10**3),
         needs={"tag_orders": ()},
     )
+    caption: str = setting("", "The caption of images that have none beside them, for example with a trigger word.")
+    regularisation_caption: str = setting(
+        "", "The caption of regularisation images that have none beside them.", needs={"regularisation": ()}
+    )
 
     @property
     def largest(self) -> int:

@@ -353,7 +353,7 @@ class Trainer:
         ids, broken = model_ids(digests, settings.dtype), BrokenImages()
 
         def prepare(samples: Sequence[Sequence[Sample]], rank_slice: slice) -> tuple[list[PhaseData], Inputs | None]:
-            on_entry, poll = partial(on_progress, "latents and captions"), self.check_cancelled
+            on_entry, poll = partial(on_progress, "encoding images and captions"), self.check_cancelled
             with load_encoders(settings, self.requested_device(), poll) as encoders:
                 data = [
                     schedule.prepare_phase(

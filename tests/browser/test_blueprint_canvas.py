@@ -50,7 +50,7 @@ SENT = """async name => {
 }"""
 NEGATIVE = """() => app.graph.nodes.filter(node => node.type === "SanaNodesTextEncode")
     .find(node => node.title === "Negative prompt").connect(0, app.graph.nodes.at(-2), "negative")"""
-# The inputs of a blueprint, and the outputs of the template "SANA first image" that are connected to them.
+# The inputs of a blueprint, and the outputs of the template "SANA 1 first image" that are connected to them.
 LOADER = [("SanaNodesLoader", 0, "model"), ("SanaNodesLoader", 2, "vae")]
 INPUTS = {
     "SANA second pass": [*LOADER, ("SanaNodesTextEncode", 0, "positive"), ("SanaNodesSampler", 0, "samples")],
@@ -101,7 +101,7 @@ LONG = ("SANA best of many", "SANA second pass")
 )
 def test_a_blueprint_is_found_by_search_and_runs(canvas, name):
     server, page = canvas
-    template = json.loads((ROOT / "workflows" / "SANA first image.json").read_text(encoding="utf-8"))
+    template = json.loads((ROOT / "workflows" / "SANA 1 first image.json").read_text(encoding="utf-8"))
     page.evaluate("async graph => app.loadGraphData(graph, true, true, 'first')", template)
     if name not in INPUTS:
         page.evaluate("() => app.graph.clear()")

@@ -34,9 +34,9 @@ def page(server):
 
 def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
     page.get_by_role("button", name="sana", exact=True).click()
-    page.get_by_test_id("template-workflow-SANA first image").wait_for()
+    page.get_by_test_id("template-workflow-SANA 1 first image").wait_for()
     page.screenshot(path=ARTIFACTS / "templates.png")
-    page.get_by_test_id("template-workflow-SANA first image").click()
+    page.get_by_test_id("template-workflow-SANA 1 first image").click()
     page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SaveImage')")
 
     # The canvas sends the same graph as the scripts and the other tests, except for the size, which follows the model.
@@ -81,5 +81,5 @@ FAR = """async graph => {
 
 
 def test_a_size_that_the_model_was_not_trained_for_is_said_on_the_canvas(page):
-    page.evaluate(FAR, json.loads((ROOT / "workflows" / "SANA first image.json").read_text(encoding="utf-8")))
+    page.evaluate(FAR, json.loads((ROOT / "workflows" / "SANA 1 first image.json").read_text(encoding="utf-8")))
     page.get_by_text("1024 x 1024 is far from this model's training size; use 512 x 512").first.wait_for()

@@ -154,7 +154,7 @@ def test_a_template_is_readable_and_runs(page, path):
 
 
 def test_a_second_run_of_the_first_image_generates_another_image(server, page):
-    workflow = open_template(page, ROOT / "workflows" / "SANA first image.json", True)
+    workflow = open_template(page, ROOT / "workflows" / "SANA 1 first image.json", True)
     page.evaluate(QUICK, 2)
     images = []
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_a_dropped_png_of_the_batch_command_brings_its_nodes_back(page):
 def test_nodes_and_their_inputs_are_in_chinese_once_it_is_chosen(page):
     # titles of templates and labels of switches are not: this frontend translates neither for packs
     names = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
-    workflow = json.loads((ROOT / "workflows/SANA first image.json").read_text(encoding="utf-8"))
+    workflow = json.loads((ROOT / "workflows/SANA 1 first image.json").read_text(encoding="utf-8"))
     set_setting(page, "Comfy.Locale", "zh")
     chinese = page.context.browser.new_page(viewport={"width": 1000, "height": 600})
     try:

@@ -52,6 +52,23 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
     assert markdown.startswith("### SANA Doctor") and str(ROOT) not in markdown and str(host.models) not in markdown
 
 
+def test_it_checks_again_only_after_a_change_or_if_asked(host, install, monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        pack("nodes.host.doctor"), "examine_host", lambda files: (str(len(runs)), "", runs.append(1) or "")
+    )
+    for files in (False, True):
+        host.run({"doctor": ("SanaNodesDoctor", {"files": files})}, keep_cache=files)
+        host.run({"doctor": ("SanaNodesDoctor", {"files": files})}, keep_cache=True)
+    assert len(runs) == 2
+    install("loras", "new.safetensors", load_file(ROOT / "demo" / "sana-posters-cyanotype.safetensors"))
+    host.run({"doctor": ("SanaNodesDoctor", {"files": True})}, keep_cache=True)
+    assert len(runs) == 3
+    for count in (4, 5):
+        host.run({"doctor": ("SanaNodesDoctor", {"files": True, "always": True})}, keep_cache=True)
+        assert len(runs) == count
+
+
 def test_interrupt_ends_it_before_the_next_operation(host, monkeypatch):
     messages = []
 

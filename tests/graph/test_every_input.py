@@ -171,12 +171,15 @@ ROWS = {
             "best": 2,
         },
     ),
-    "Dataset": ({"folder": "every-input", "resolution": 64}, {"folder": "every-input-2", "resolution": 128}),
+    "Dataset": (
+        {"folder": "every-input", "resolution": 64},
+        {"folder": "every-input-2", "resolution": 128, "caption": "a photo"},
+    ),
     "Plan": (
         PLANNED,
         {"variant": "0.6B", "width": 512, "height": 512, "batch_size": 2, "vae": "dc-ae-lite-f32c32", "gpu": "24 GB"},
     ),
-    "Doctor": ({"files": False}, {"files": True}),
+    "Doctor": ({"files": False}, {"files": True, "always": True}),
 }
 TRAIN = {
     **{"model": ["load", 0], "dataset": ["data", 0], "name": "every-input", "steps": 1, "learning_rate": 1e-3},

@@ -135,7 +135,9 @@ def test_a_file_that_went_away_after_it_was_listed_is_named(host, install):
 
 def test_a_missing_released_folder_comes_with_the_command_that_downloads_it(host):
     name = "SANA-Video_2B_480p_diffusers"
-    command = f"hf download Efficient-Large-Model/{name} --local-dir models/diffusers/{name}"
+    command = (
+        f"python -m huggingface_hub.cli.hf download Efficient-Large-Model/{name} --local-dir models/diffusers/{name}"
+    )
     with pytest.raises(NodeError, match=f"^model: no folder '{name}' in models/diffusers; run {command} in ComfyUI"):
         host.output_of("SanaNodesLoader", linked={"model": name})
 

@@ -1,10 +1,11 @@
 """Every template fits the nodes, and generates its images with the demo model."""
 
 import json
+import shutil
 
 import pytest
 from expanded import to_graph
-from setup import ROOT
+from setup import ROOT, comfyui_path
 from templates import DOWNLOADED
 
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -12,8 +13,17 @@ BUNDLED = "sana-posters (bundled)"
 SHOWN = {"SaveImage", "PreviewImage", "PreviewAny", "LossGraphNode"}
 
 
+@pytest.fixture(scope="module")
+def example(host):
+    """The image that ComfyUI has in its input folder."""
+    folder = host.models.parent / "input"
+    folder.mkdir(exist_ok=True)
+    yield shutil.copy(comfyui_path() / "input" / "example.png", folder)
+    (folder / "example.png").unlink()
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_template_fits_the_nodes_and_generates_its_images(host, path):
+def test_a_template_fits_the_nodes_and_generates_its_images(host, example, path):
     workflow = json.loads(path.read_text(encoding="utf-8"))
     graph = to_graph(workflow, lambda kind: host.nodes.NODE_CLASS_MAPPINGS[kind].INPUT_TYPES())
     for kind, inputs in graph.values():

@@ -356,7 +356,7 @@ def test_the_node_shows_step_and_pictures(host, training_graph, watched, node_te
     assert kind == "JPEG" and image.size == (512, 256 + 128) and largest is None
     assert len(image.crop((0, 256, 512, 384)).getcolors(10_000)) > 2
     events = [text for node, text in node_texts if node == "train"]
-    assert any(text.startswith("latents and captions: ") for text in events)
+    assert any(text.startswith("encoding images and captions: ") for text in events)
     assert any(text.startswith("step 6 of 6, loss 0.") for text in events)
     assert events[-1] == "press R, then choose shown.safetensors; 6 steps"
 

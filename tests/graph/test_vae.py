@@ -74,7 +74,9 @@ def test_every_exact_option_gives_the_same_pixels_and_a_report(host, latent, und
     samples, graph = latent(1, 32, 12, 10)
     got = decoded(host, graph, **options)
     assert_same(got["image"], undivided(samples))
-    assert "MB predicted" in got["report"] and got["report"].startswith(options.get("method", "strips"))
+    first, plan = got["report"].splitlines()
+    assert re.fullmatch(r"(\d+ strips|decoded) in \d+\.\d s, peak \d+ MB predicted", first)
+    assert plan.startswith(options.get("method", "strips"))
 
 
 def test_the_report_counts_all_groups_of_images(host, latent, undivided, monkeypatch):
@@ -144,7 +146,7 @@ def test_dc_ae_lite_loads_decodes_and_encodes(host, latent, layout):
     expected = ((reference.decode(samples.double()) + 1) / 2).clamp(0, 1).movedim(1, -1)
     for name in ("decode", "core", "tiled"):
         assert_same(got[name].double(), expected)
-    assert got["report"].startswith("strips of ") and "attention" not in got["report"]
+    assert "\nstrips of " in got["report"] and "attention" not in got["report"]
     encoded = reference.encode(got["decode"].double().movedim(-1, 1) * 2 - 1)
     assert_same(got["encode"]["samples"].double(), encoded)
 

@@ -149,8 +149,8 @@ def test_the_method_strips_prefers_the_librarys_bits_and_auto_what_is_faster_on_
     latents, reports = noise(1, 32, height, width), {"auto": {}, "strips": {}}
     got = {name: decode_latents(bundled, latents, name, 2**40, report=report) for name, report in reports.items()}
     expected = bundled.decode(latents).sample
-    assert torch.equal(got["strips"], expected) and "attention whole" in reports["strips"]["plan"]
-    assert torch.equal(got["auto"], expected) == ("attention whole" in reports["auto"]["plan"]) == whole
+    assert torch.equal(got["strips"], expected) and "attention over the whole image" in reports["strips"]["plan"]
+    assert torch.equal(got["auto"], expected) == ("attention over the whole image" in reports["auto"]["plan"]) == whole
     assert relative(got["auto"], expected) <= 1e-5
     for device in (False, True):
         by_speed, by_bits = (
@@ -182,7 +182,7 @@ def test_convolutions_between_attention_stages_are_exact_in_the_smallest_strips(
     latents, report = noise(1, 32, 9, 7), {}
     floor = Planner(decoder_stages(model), 9, 7, torch.float32, False).floor().peak_bytes
     got = decode_latents(model, latents, max_bytes=floor, report=report)
-    assert "2 latent rows at a time" in report["plan"]
+    assert "2 latent rows at once" in report["plan"]
     assert relative(got, model.decode(latents).sample) <= 1e-5
 
 

@@ -82,7 +82,7 @@ def test_the_note_of_the_video_template_downloads_the_folder_that_its_loader_nam
     note = note_of("SANA video from text or image")
     for folder in [name for name, file in DOWNLOADS.items() if file.folder == "diffusers"]:
         repository = DOWNLOADS[folder].url.removeprefix("https://huggingface.co/")
-        assert f"`hf download {repository} --local-dir models/diffusers/{folder}`" in note
+        assert f"`python -m huggingface_hub.cli.hf download {repository} --local-dir models/diffusers/{folder}`" in note
     assert loader["widgets_values"][0] in DOWNLOADS
 
 

@@ -12,6 +12,8 @@ from PIL import Image, features
 
 from sana_core import InputError, MissingFileError, SanaError
 from sana_core.training.dataset import check_controls, open_image, read_dataset
+from sana_core.training.schedule import read_phase
+from sana_core.training.settings import Phase
 
 
 def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):
@@ -30,7 +32,7 @@ def test_a_folder_is_read_with_all_in_it_sorted_by_name(tmp_path):
 def test_missing_captions_are_counted_and_the_first_is_named(tmp_path, caplog):
     for name in ("a", "b", "c", "d"):
         save(tmp_path / "x" / f"{name}.png", caption=None if name in "bd" else "x")
-    with pytest.raises(InputError, match="^x/b.png: has no caption, expected b.txt beside it.*; also 1 more of"):
+    with pytest.raises(InputError, match="^x/b.png: has no caption, expected a text file of the .*; also 1 more of"):
         read_dataset(tmp_path)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["x/b.png", "x/d.png"]
 
@@ -41,6 +43,21 @@ def test_an_empty_text_is_a_picture_without_caption_and_said_in_the_log(tmp_path
     save(tmp_path / "c.png")
     assert [sample.caption for sample in read_dataset(tmp_path)] == ["", "", "a red circle"]
     assert "2 of 3 captions are empty, the first of a.png" in caplog.text
+
+
+def test_one_caption_serves_all_images_without_a_file(tmp_path):
+    save(tmp_path / "a.png", caption=None)
+    save(tmp_path / "b.png", caption="")
+    save(tmp_path / "c.png")
+    (tmp_path / "prior").mkdir()
+    save(tmp_path / "prior" / "d.png", caption=None)
+    samples = read_dataset(tmp_path, caption="a photo of sks")
+    assert [sample.caption for sample in samples] == ["a photo of sks", "", "a red circle", "a photo of sks"]
+    folders = {"data": (str(tmp_path),), "regularisation": (str(tmp_path / "prior"),)}
+    phase = Phase(**folders, caption="a photo of sks", regularisation_caption="a photo", steps=1)
+    learned = read_phase(phase, lambda: None)
+    assert {sample.caption for sample in learned if sample.prior} == {"a photo"}
+    assert {sample.caption for sample in learned if not sample.prior} == {"a photo of sks", "", "a red circle"}
 
 
 def test_captions_in_json_serve_where_there_is_no_text(tmp_path):

@@ -345,7 +345,7 @@ def test_a_case_is_counted_once_and_a_plan_can_be_cancelled():
     base = released_base("1.6B", report=reports.append)._replace(model=SMALL)
     settings = make_settings(512, ema=0.9)
     first = plan_training(settings, base)
-    assert reports == ["counting the memory of lora, 1024x256 px, batch 1", "counting the memory of adamw"]
+    assert reports == ["estimating the memory of lora, 1024x256 px, batch 1", "estimating the memory of adamw"]
     changed = replace(settings, optimizer=replace(settings.optimizer, ema=0.0))
     assert plan_training(changed, base).stages[2].state < first.stages[2].state and len(reports) == 2
 

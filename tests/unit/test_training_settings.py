@@ -214,6 +214,7 @@ UNUSED = {
     "phase.cycles": ("schedule = 'cosine'\ncycles = 2", "got 2 without schedule cosine_with_restarts"),
     "phase.power": ("power = 2", "got 2.0 without schedule polynomial"),
     "phase.prior_loss_weight": ("prior_loss_weight = 0.5", "got 0.5 without regularisation"),
+    "phase.regularisation_caption": ("regularisation_caption = 'a cat'", 'got "a cat" without regularisation'),
     "phase.keep_tags": ("keep_tags = 1", "got 1 without tag_orders"),
     "validation.every": ("every = 9", "got 9 without validation.prompts or validation.share"),
     "validation.share": ("share = 0.1", "got 0.1 without validation.every"),

@@ -270,7 +270,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: flo
                 comfy.model_management.free_memory(memory, device)
     image = vae.decode(samples, options)
     note = one_gpu_note() if devices == "all" else ""
-    return image, "\n".join(filter(None, [report_text(reports, len(samples)), note]))
+    return image, "\n".join(filter(None, [report_text(reports, len(samples), vae.device), note]))
 
 
 def check_image_vae(vae: comfy.sd.VAE) -> None:
@@ -315,18 +315,18 @@ def decode_loaded(vae: comfy.sd.VAE, samples: torch.Tensor, poll: Poll) -> torch
     return vae.process_output(pixels).movedim(1, -1)
 
 
-def report_text(reports: list[Json], images: int) -> str:
+def report_text(reports: list[Json], images: int, device: torch.device) -> str:
     """Return the reports of the groups that ComfyUI decoded one after another, as text.
 
     If memory runs out in ComfyUI, it calls `decode_tiled` for all `images`, which adds no report.
     """
     if sum(report["images"] for report in reports) < images:
         return "ran out of memory; decoded again in smaller strips"
+    strips, seconds = (sum(report[key] for report in reports) for key in ("strips", "seconds"))
     peaks = [report["peak_bytes"] for report in reports if report["peak_bytes"] is not None]
-    measured = f", {max(peaks) / 1e6:.0f} MB measured" if peaks else ""
-    lines = [
-        reports[0]["plan"],
-        f"{sum(report['strips'] for report in reports)} strips, {sum(report['seconds'] for report in reports):.2f} s",
-        f"peak {max(report['predicted_bytes'] for report in reports) / 1e6:.0f} MB predicted{measured}",
-    ]
-    return "\n".join([*lines, *(event for report in reports for event in report["events"])])
+    # A process on a CPU keeps memory that it used before, so that its measured peak is often 0.
+    measured = f", {max(peaks) / 1e6:.0f} MB measured" if peaks and device.type != "cpu" else ""
+    decoded = f"{strips} strips" if strips else "decoded"
+    predicted = max(report["predicted_bytes"] for report in reports)
+    first = f"{decoded} in {seconds:.1f} s, peak {predicted / 1e6:.0f} MB predicted{measured}"
+    return "\n".join([first, *(event for report in reports for event in report["events"]), reports[0]["plan"]])

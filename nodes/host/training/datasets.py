@@ -31,12 +31,14 @@ class Dataset:
     folder: str = field(repr=False)
     # Images are cropped to buckets of about resolution x resolution pixels.
     resolution: int
+    # The caption of images that have none.
+    caption: str
 
 
-def look_at(folder: Path, resolution: int) -> tuple[Dataset, torch.Tensor, str]:
+def look_at(folder: Path, resolution: int, caption: str) -> tuple[Dataset, torch.Tensor, str]:
     """Return the data set, its contact sheet as IMAGE [1, H, W, 3], and a line about its images for the user."""
     poll = comfy.model_management.throw_exception_if_processing_interrupted
-    samples = read_dataset(folder, poll)
+    samples = read_dataset(folder, poll, caption=caption)
     buckets = [choose_bucket(sample.size, resolution) for sample in samples]
     members: dict[Bucket, list[Sample]] = {}
     for sample, bucket in zip(samples, buckets, strict=True):
@@ -46,7 +48,7 @@ def look_at(folder: Path, resolution: int) -> tuple[Dataset, torch.Tensor, str]:
     shapes = ", ".join(f"{len(images)} of {width} x {height}" for (width, height), images in members.items())
     note = f"; {enlarged} are smaller than that and will be blurred" if enlarged else ""
     text = f"{len(samples)} images: {shapes}{note}"
-    return Dataset(str(folder), resolution), as_image(draw_sheet(members, poll)), text
+    return Dataset(str(folder), resolution, caption), as_image(draw_sheet(members, poll)), text
 
 
 def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:

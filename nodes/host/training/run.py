@@ -111,13 +111,15 @@ def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) ->
 
 def make_phase(dataset: Dataset, prior: Dataset | None, values: Mapping[str, Any]) -> Phase:
     """Return the only phase of the run. `prior` are the regularisation images, which have the same resolution."""
+    values = {**values, "caption": dataset.caption}
     if prior is None:
         return Phase((dataset.folder,), dataset.resolution, **values)
     if prior.resolution != dataset.resolution:
         raise InputError(
             f"regularisation: got resolution {prior.resolution}, expected dataset's {dataset.resolution}; set it so"
         )
-    return Phase((dataset.folder,), dataset.resolution, **values, regularisation=(prior.folder,))
+    values |= {"regularisation": (prior.folder,), "regularisation_caption": prior.caption}
+    return Phase((dataset.folder,), dataset.resolution, **values)
 
 
 def make_settings(
