@@ -36,8 +36,9 @@ DECODE_FLOPS = 7_980_930
 # Bytes per pixel that its products and its other kernels move in strips, counted at 1024 to 8192 px
 # (benchmarks/accelerator_counts.json).
 DECODE_PRODUCT_BYTES, DECODE_OTHER_BYTES = 13_300, 17_500
-# Kernel launches of a decode in strips: a fixed number, and a number per row of pixels.
-DECODE_LAUNCHES, ROW_LAUNCHES = 177, 1.425
+# Kernel launches of a decode in strips: a fixed number, and a number per row of pixels. From WIDE pixels on, the strips
+# have 512 rows instead of 1024, because torch limits the size of a tensor.
+DECODE_LAUNCHES, ROW_LAUNCHES, WIDE_ROW_LAUNCHES, WIDE = 61, 0.67, 0.797, 8000
 # The only model that few GPUs hold in bf16.
 LARGEST_MODEL = "1.5-4.8B"
 # Without a GPU the plan is for this GPU.
@@ -263,7 +264,7 @@ def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> flo
 def decode_work(width: int, height: int) -> Work:
     """Return the work of decoding an image with DC-AE f32c32 in strips."""
     pixels = width * height
-    launches = DECODE_LAUNCHES + int(ROW_LAUNCHES * height)
+    launches = DECODE_LAUNCHES + int((ROW_LAUNCHES if width < WIDE else WIDE_ROW_LAUNCHES) * height)
     return Work(launches, DECODE_FLOPS * pixels, DECODE_PRODUCT_BYTES * pixels, DECODE_OTHER_BYTES * pixels)
 
 

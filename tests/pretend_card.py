@@ -600,6 +600,8 @@ def answers(cards: Cards, majors: Sequence[int]) -> dict[Any, dict[str, Any]]:
             "is_bf16_supported": lambda including_emulation=True: capability()[0] >= 8,
             "mem_get_info": memory_info,
             "is_current_stream_capturing": lambda: False,
+            # No work can be recorded, because there are no streams.
+            "get_allocator_backend": lambda: "pretended",
             "set_per_process_memory_fraction": limit,
         },
         torch.accelerator: memory

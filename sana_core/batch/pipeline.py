@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,10 +34,12 @@ from ..runtime.accelerator import current_accelerator
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..runtime.device_team import DeviceThreads
+from ..runtime.step_recorder import recorder_for
 from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import StepState, find_sampler
 from ..sampling.schedules import shift_sigmas
+from ..sampling.step_graph import StepGraph
 from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, Workload, samples_one_by_one
 
 if TYPE_CHECKING:
@@ -280,11 +283,12 @@ def sample(
     poll: Poll = no_poll,
     images: ImageInputs = NO_IMAGES,
     sharded: ShardedModel | None = None,
+    counts: Counter[str] | None = None,
 ) -> torch.Tensor:
     """Return the latents [n, 32, H / 32, W / 32] of a chunk, float32 in the model's scale.
 
     `poll` is called every step and cancels by raising. Without a ControlNet, `sharded` may compute the model on several
-    devices.
+    devices. With `counts`, see StepGraph, a single device may record its steps as a CUDA graph.
     """
     transformer = models.transformer
     if len(chunk) > 1 and samples_one_by_one(transformer.device):
@@ -294,12 +298,16 @@ def sample(
             if control is not None and len(control.latents) > 1:
                 control = control._replace(latents=control.latents[row : row + 1])
             text, inputs = prompts._replace(texts=prompts.texts[row : row + 1]), images._replace(control=control)
-            latents_of_images.append(sample(models, settings, (image,), text, poll, inputs))
+            latents_of_images.append(sample(models, settings, (image,), text, poll, inputs, counts=counts))
         return torch.cat(latents_of_images)
     sampler, reference = find_sampler(settings.sampler), reference_of(transformer)
     perturbed = None
     if settings.pag_scale:
         perturbed = perturbed_attention(transformer.config, settings.pag_scale, settings.pag_blocks)
+    graph = None
+    if counts is not None and sharded is None and images.control is None and not settings.compiled:
+        recorder = recorder_for(transformer.device)
+        graph = None if recorder is None else StepGraph(recorder, counts)
     ends = shift_sigmas(1 - torch.tensor(settings.guidance_interval, dtype=torch.float64), models.shift).tolist()
     model = denoiser(
         sharded or ControlledModel(transformer, images.control, settings.compiled),
@@ -309,6 +317,7 @@ def sample(
         sampler.whole_timesteps,
         perturbed,
         (ends[0], ends[1]),
+        graph,
     )
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])

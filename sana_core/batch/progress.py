@@ -19,6 +19,8 @@ class WorkerReport:
 
     # Worker name: how many images it has generated.
     finished: Mapping[str, int] = field(default_factory=dict)
+    # How many steps were recorded as a CUDA graph, and replayed, see StepGraph.
+    steps: Mapping[str, int] = field(default_factory=dict)
     # The names of the workers that generate now.
     ready: Collection[str] = ()
     # Cluster only. Worker name: its machine.

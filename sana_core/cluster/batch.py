@@ -110,7 +110,7 @@ def generate_with(
         clock=fleet.clock,
         on_left_out=fleet.close_place,
     )
-    report.finished, report.ready = loop.finished, loop.ready
+    report.finished, report.steps, report.ready = loop.finished, loop.steps, loop.ready
     report.machines, report.refused = run.cache.machines, fleet.refused
     try:
         with closing(loop.images(run.poll)) as images:

@@ -146,6 +146,8 @@ def generate_missing(
         write_lines(f"{count} images in {seconds:.1f} s, {count / seconds:.2f} a second")
         for worker, number in report.finished.items():
             write_lines(f"  {worker}: {number}")
+        if replayed := report.steps.get("replayed"):
+            write_lines(f"  steps replayed from CUDA graphs: {replayed}")
         for refusal in report.refused.values():
             write_lines(f"  left out: {refusal}")
     if run.failed:

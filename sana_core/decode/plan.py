@@ -28,6 +28,10 @@ LARGEST_BUDGET = 1024.0  # GB
 # they should be large, to fill its kernels.
 CPU_ROWS = (64, 32, 16, 8)
 ACCELERATOR_ROWS = (256, 128, 64, 32, 16, 8)
+# Heights of a strip in pixels that an accelerator prefers to all others, each with this number of attention rows. A CPU
+# that launches slowly limits a fast GPU, and this has half of the launches. Tall strips with fewer attention rows would
+# need more memory and more launches than the last of these.
+TALL_ROWS, TALL_ATTENTION_ROWS = (1024, 512, 256), 32
 
 # Latent rows that the attention stages process at a time, the preferred number first. None means that the attention is
 # summed over all rows at once, which on a CPU is bit-identical to diffusers. On a CPU, more rows than PIECE are not
@@ -317,8 +321,9 @@ class Planner:
 
         candidates: Iterator[tuple[StripSize, int | None]]
         if self.accelerator:
+            tall = [(StripSize(rows // stages.stride, None), TALL_ATTENTION_ROWS) for rows in TALL_ROWS]
             # Large strips are more important for the speed than many attention rows.
-            candidates = itertools.product(sizes, ACCELERATOR_ATTENTION_ROWS)
+            candidates = itertools.chain(tall, itertools.product(sizes, ACCELERATOR_ATTENTION_ROWS))
         else:
             # Bit-identical attention is more important than large strips.
             attention_rows = CPU_ATTENTION_ROWS if self.whole_attention else CPU_ATTENTION_ROWS[1:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -199,6 +200,8 @@ class Body:
         self.negative: Sequence[Packed] | None = None
         # Where prompts are encoded: the device, until its memory is too small.
         self.encoder_device = self.device
+        # Steps of the run that were computed from a recording, see StepGraph.
+        self.counts: Counter[str] = Counter()
 
     def stay_alive(self) -> None:
         """Poll, and post a sign of life now and then."""
@@ -217,7 +220,7 @@ class Body:
         set_switches(job.switches)
         if job.shared is not None:
             check_run(Path(job.shared[0]), job.shared[1])
-        self.negative, self.encoder_device = None, self.device
+        self.negative, self.encoder_device, self.counts = None, self.device, Counter()
         needed = {control.model for control in job.controls}
         self.controlnets = {key: model for key, model in self.controlnets.items() if key in needed}
         if self.loaded == job.models:
@@ -341,7 +344,11 @@ class Body:
         is_slow = self.device.type == "cpu" and not job.settings.compiled
         with Polled(self.stay_alive) if is_slow else nullcontext():
             further = self.image_inputs(chunk, inputs)
-            latents = sample(models, job.settings, chunk, conditioning, self.stay_alive, further)
+            before = self.counts.copy()
+            latents = sample(models, job.settings, chunk, conditioning, self.stay_alive, further, counts=self.counts)
+        if counts := dict(self.counts - before):
+            # Before the images, because the run ends with the last one.
+            self.post("graphs", counts)
         for image, prompt, latent in zip(chunk, prompts, latents, strict=True):
             pixels: torch.Tensor | FailedImage | None = None
             if models.autoencoder is not None:

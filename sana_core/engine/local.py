@@ -73,7 +73,7 @@ def generate_local(
             limits=limits.compiled() if settings.compiled else limits,
         )
         if report is not None:
-            report.finished, report.ready = run.finished, run.ready
+            report.finished, report.steps, report.ready = run.finished, run.steps, run.ready
         images = run.images()
         try:
             yield from stop_if_all_fail(((image, restore(content)) for image, content in images), workload)

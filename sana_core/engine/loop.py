@@ -75,6 +75,8 @@ class Run:
         self.missing = self.schedule.missing
         # Worker name: how many images it was the first to finish.
         self.finished: Counter[str] = Counter()
+        # See StepGraph.
+        self.steps: Counter[str] = Counter()
         # Image number: how often its worker was lost.
         self.losses: Counter[int] = Counter()
         self.failures = 0
@@ -220,6 +222,8 @@ class Run:
             self.schedule.texts.setdefault(values[0], values[1])
         elif name == "step" and self.on_step is not None:
             self.on_step(worker, *values)
+        elif name == "graphs":
+            self.steps.update(values[0])
         elif name == "done":
             self.end(seat, *values)
         elif name == "failed":

@@ -8,6 +8,7 @@ A worker is a thread, a process or an actor, see `Worker`. Its events are the on
     alive                               it still works on a task
     text, prompt, embedding             an encoded prompt; None is the negative prompt
     step, number, sigma, latents, images
+    graphs, counts                      how many steps of a chunk were recorded and replayed, see StepGraph
     image, number, content              a finished image, or {"failed": reason}
     done, task, seconds, result         it has finished a task
     failed, task, kind, text, error     a task failed; kind is memory, driver, refused (it cannot do this job) or error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -82,6 +83,8 @@ DEVICE_FAILED = re.compile(
         )
     )
 )
+# Held while cached memory is freed, or the kernels of a step are recorded (step_recorder.py), by one thread at a time.
+ALLOCATOR = threading.RLock()
 # RDNA 2 and older
 AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")
 
@@ -205,7 +208,7 @@ def empty_cache(device: torch.device | None = None) -> None:
     if device is None or device.type == "cpu":
         return
     # While a failed device is the current one, every call to CUDA returns that device's error.
-    with current_device(device):
+    with ALLOCATOR, current_device(device):
         torch.get_device_module(device).empty_cache()
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
     from .samplers import Denoiser
+    from .step_graph import StepGraph
 
 LARGEST_GUIDANCE = 100.0
 
@@ -128,6 +129,7 @@ def denoiser(
     whole_timesteps: bool = False,
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
+    graph: StepGraph | None = None,
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one prompt per image.
 
@@ -136,7 +138,7 @@ def denoiser(
 
     Classifier-free guidance acts while sigma is in `interval`, the larger sigma first (Kynkaanniemi et al. 2024). There
     is no uncond pass at guidance 1, outside the interval, and in distilled models, which embed the guidance. All passes
-    of a step are one batch.
+    of a step are one batch. `graph` may compute the forwards. It is for a single device without a ControlNet.
     """
     run, models = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
     members = [item if isinstance(item, ControlledModel) else ControlledModel(item) for item in models]
@@ -158,10 +160,15 @@ def denoiser(
             if key not in prepared:
                 prepared[key] = prepare_passes(member, passes, batch.device, x.shape, perturbed, guidance)
             constants, embedded, perturbation, steering = prepared[key]
-            times = times_of(member.transformer, sigma, whole_timesteps, batch).expand(count * len(x))
+            time = times_of(member.transformer, sigma, whole_timesteps, batch)
             residuals = steer(member.control, batch, sigma, whole_timesteps, steering)
             member_forward = partial(forward, member.transformer)
-            return shard_velocity(member_forward, shard, times, constants, embedded, perturbation, residuals)
+
+            def compute(batch: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+                part, times = shard._replace(x=batch), time.expand(count * len(x))
+                return shard_velocity(member_forward, part, times, constants, embedded, perturbation, residuals)
+
+            return compute(batch, time) if graph is None else graph(key, compute, batch, time)
 
         velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
         # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
