@@ -152,7 +152,7 @@ def image_to_image(name: str) -> Template:
         "soft": Node("DifferentialDiffusion", {"model": INSIDE[0], "strength": 1.0}),
         "inpaint": parts.sampler(("masked", 0), ("soft", 0), positive=("inpaint_prompt", 0), seed=8),
         "inpainted": Node("VAEDecode", {"samples": ("inpaint", 0), "vae": INSIDE[2]}),
-        "save_inpainted": save(("inpainted", 0), "sana-inpaint", "Inpaint"),
+        "save_inpainted": save(("inpainted", 0), "sana-fill", "Inpaint"),
     }
     columns = (
         "note model negative | Image: own scale encode | Image to image: prompt sampler decode | "
@@ -163,7 +163,7 @@ def image_to_image(name: str) -> Template:
         ("negative sampler decode inpaint inpainted", 260, None),
         ("prompt inpaint_prompt", 230, 100),
         ("masked soft mask", 230, None),
-        ("save save_inpainted", 210, 180),
+        ("save save_inpainted", 210, 240),
     ):
         for node in names.split():
             nodes[node] = nodes[node]._replace(width=width, room=room)
