@@ -3,7 +3,7 @@
 A recording keeps the operations of a function with their tensors. A replay repeats them on the same memory, as a CUDA
 graph launches its kernels with the same addresses. As in CUDA:
 
-- Values that Python passed to an operation stay those of the recording.
+- Values that Python passed to an operation are recorded with it.
 - A tensor whose `data` was exchanged after the recording keeps its former memory.
 - A recording computes nothing: until the first replay, its tensors are NaN.
 - Reading a value on the host fails.
