@@ -34,8 +34,9 @@ from .weights import config_tensor, read, wide_dtype
 
 # The part of the free memory that a decode may use.
 BUDGET = 0.9
-# The part of a GPU's memory that ComfyUI should clear for a decode that could also work with less.
-SHARE = 0.5
+# The part of a GPU's memory that ComfyUI should clear for a decode that could also work with less. To load a model that
+# was unloaded takes longer than taller strips gain.
+SHARE = 0.2
 # Key of the attachment with the threads of decodes on several devices.
 THREADS = "sana_threads"
 
