@@ -44,7 +44,7 @@ def test_a_plan_grows_with_the_picture_and_the_strips_do_not_need_what_whole_nee
         assert larger["transformer"]["activations"] > 2 * smaller["transformer"]["activations"]
         assert larger["decode"]["activations"] > smaller["decode"]["activations"]
     assert plans[0]["decode"]["methods"]["strips"] < 0.5 * plans[0]["decode"]["methods"]["whole"]
-    assert plans[2]["decode"]["methods"]["strips"] <= 2.5e9
+    assert plans[2]["decode"]["methods"]["strips"] <= 3.5e9
     assert plans[3]["decode"]["weights"] + plans[3]["decode"]["methods"]["strips"] <= 8e9
     assert plans[2]["fits"] == {4: False, 6: True, 8: True, 12: True, 16: True, 24: True}
 
