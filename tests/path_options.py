@@ -96,7 +96,7 @@ PLACES = {
 READ_BY_PLAN = ("model", "text_encoder", "autoencoder", "method.start")
 # Lines that a command writes while it works, and lines of the log beside an error.
 PROGRESS = re.compile(
-    r"\s*|checking .*|counting .*|.*\d+ of \d+.*|step \d.*|dataset: left out .*|.* left out.*|.*is not an image.*"
+    r"\s*|checking .*|estimating .*|.*\d+ of \d+.*|step \d.*|dataset: left out .*|.* left out.*|.*is not an image.*"
 )
 
 

@@ -323,7 +323,7 @@ def look(host, folder, resolution=128, keep_cache=False):
 
 FAULTS = {
     "^dataset: no image in .*, expected files that end with": {},
-    "^a.png: has no caption, expected a.txt beside it": {"a.png": (64, 64)},
+    "^a.png: has no caption, expected a text file of the same name beside it": {"a.png": (64, 64)},
     "^a.png: got no image, expected one of PNG": {"a.png": b"none", "a.txt": "a"},
     "^a.png: got an empty file, expected an image": {"a.png": b"", "a.txt": "a"},
     "^a.txt: not UTF-8 at byte 0": {"a.png": (64, 64), "a.txt": b"\xff"},

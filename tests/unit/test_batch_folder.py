@@ -696,7 +696,7 @@ def test_a_disk_error_drops_the_images_that_wait():
     ],
 )
 def test_the_failure_of_all_devices_is_one_line(batch, monkeypatch, error, said):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise error
 
     monkeypatch.setattr(body, "sample", fail)

@@ -59,9 +59,9 @@ def slow_draw(monkeypatch):
     def put(before):
         real = body.sample
 
-        def wrapped(models, settings, chunk, *options):
+        def wrapped(models, settings, chunk, *arguments, **options):
             before(chunk)
-            return real(models, settings, chunk, *options)
+            return real(models, settings, chunk, *arguments, **options)
 
         monkeypatch.setattr(body, "sample", wrapped)
 
@@ -424,9 +424,9 @@ def test_each_gpu_gets_as_many_images_at_once_as_fit_into_its_memory(checkpoint,
     monkeypatch.setattr("sana_core.batch.plan.default_chunk_size", lambda *arguments: 3)
     real = body.sample
 
-    def sample(models, settings, chunk, *arguments):
+    def sample(models, settings, chunk, *arguments, **options):
         sizes[str(models.transformer.device)].add(len(chunk))
-        return real(models, settings, chunk, *arguments)
+        return real(models, settings, chunk, *arguments, **options)
 
     monkeypatch.setattr(body, "sample", sample)
     with pretend_cards(2):

@@ -318,7 +318,7 @@ def run(inputs, work, tmp_path, monkeypatch):
         errors = [
             line
             for line in lines
-            if line and not re.match(r"checking |counting |\d+ of \d+ |text: |images: |step ", line)
+            if line and not re.match(r"checking |estimating |\d+ of \d+ |text: |images: |step ", line)
         ]
         paths = sorted(path for path in Path().rglob("*") if path.is_file())
         # Files with times in them, and videos, count by their names.

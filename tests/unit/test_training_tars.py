@@ -101,7 +101,7 @@ def link(kind):
         ([("", link(tarfile.FIFOTYPE))], "001.png is a link or device"),
         ([("a.png", encoded()), ("./a.png", encoded())], "holds a.png twice"),
         ([("a.png", encoded()), ("a.txt", bytes(1_000_001))], "a.txt: got 1000001 bytes, expected at most"),
-        ([("a.png", encoded())], "a.png: has no caption, expected a.txt beside it"),
+        ([("a.png", encoded())], "a.png: has no caption, expected a text file of the same name beside it"),
         ([("a.png", b""), ("a.txt", b"x")], "a.png: got an empty file"),
     ],
 )
@@ -293,5 +293,7 @@ def test_a_field_alone_is_no_sample(tmp_path, names):
 def test_in_a_folder_an_image_without_caption_is_an_error_and_no_field(tmp_path):
     save(tmp_path / "1.png")
     save(tmp_path / "1.edited.png", caption=None)
-    with pytest.raises(InputError, match="^1.edited.png: has no caption, expected 1.edited.txt beside it"):
+    with pytest.raises(
+        InputError, match="^1.edited.png: has no caption, expected a text file of the same name beside it"
+    ):
         read_dataset(tmp_path)
