@@ -195,10 +195,10 @@ def test_the_planner_chooses_the_plan_with_the_fewest_launches_that_fits(monkeyp
         partial(counts.step, "1.6B", 1024, perturbed=True),
         partial(counts.decode, 1024),
         partial(counts.decode, 1024, triton=False),
-        partial(counts.decode, 1024, smallest=True),
+        partial(counts.decode, 512, smallest=True),
         partial(counts.decode, 1024, kind="lite"),
         partial(counts.encode, 1024),
-        partial(counts.encode, 1024, smallest=True),
+        partial(counts.encode, 512, smallest=True),
     ],
     ids=lambda count: f"{count.func.__name__} {count.args} {count.keywords}",
 )
