@@ -85,6 +85,8 @@ class SanaNodesDataset(io.ComfyNode):
         from .host.report import shown
         from .host.training.datasets import look_at
 
+        if not isinstance(caption, str):
+            raise InputError(f"caption: got {caption!r}, expected text")
         check_text("caption", caption)
         with without_places():
             dataset, sheet, text = look_at(dataset_path(folder), resolution, caption.strip())

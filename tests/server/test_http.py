@@ -112,13 +112,13 @@ def test_the_script_of_the_canvas_is_served_once_whatever_the_folder_is_called(s
 def test_the_demo_is_a_template_with_a_thumbnail(server):
     templates = json.loads(get(server, "/workflow_templates"))
     assert sorted(templates["sana"]) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
-    workflow = json.loads(get(server, "/api/workflow_templates/sana/SANA%20first%20image.json"))
+    workflow = json.loads(get(server, "/api/workflow_templates/sana/SANA%201%20first%20image.json"))
     assert {node["type"] for _, node, _ in expand(workflow)} >= {
         "SanaNodesLoader",
         "SanaNodesSampler",
         "SanaNodesDecode",
     }
-    thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/SANA%20first%20image.jpg")))
+    thumbnail = Image.open(io.BytesIO(get(server, "/api/workflow_templates/sana/SANA%201%20first%20image.jpg")))
     assert thumbnail.format == "JPEG"
 
 

@@ -23,7 +23,13 @@ def interface(server):
     info = json.loads(get(server, "/object_info"))
     return {
         name: {
-            "inputs": {field: kind(entry) for part in node["input"].values() for field, entry in part.items()},
+            # A workflow does not hold hidden inputs.
+            "inputs": {
+                field: kind(entry)
+                for part, entries in node["input"].items()
+                if part != "hidden"
+                for field, entry in entries.items()
+            },
             "outputs": [list(pair) for pair in zip(node["output"], node["output_name"], strict=True)],
         }
         for name, node in sorted(info.items())

@@ -44,14 +44,15 @@ def test_a_run_is_seen_interrupted_and_goes_on(server):
     previews = [event for event in events if isinstance(event, bytes)]
     texts = [event for event in previews if event[3] == TEXT]
     assert any(f"step {STEPS} of {STEPS}, loss 0.".encode() in text for text in texts)
-    assert texts[-1].endswith(b"press R, then choose whole.safetensors; 30 steps")
     # ComfyUI's own loader lists the LoRA without a restart, and loads it.
     info = json.loads(get(server, "/object_info/LoraLoaderModelOnly"))["LoraLoaderModelOnly"]
     assert "whole.safetensors" in info["input"]["required"]["lora_name"][0]
     preview = Image.open(io.BytesIO([event for event in previews if event[3] != TEXT][-1][8:]))
     assert preview.format == "JPEG" and preview.size == (512, 512 + 128)
     executed = [event["data"] for event in events if isinstance(event, dict) and event["type"] == "executed"]
-    (shown,) = next(item["output"]["images"] for item in executed if item["node"] == "3")
+    trained = next(item["output"] for item in executed if item["node"] == "3")
+    assert trained["sana"] == ["press R, then choose whole.safetensors; 30 steps"]
+    (shown,) = trained["images"]
     fetched = get(server, "/view", **shown)
     sheet = Image.open(server.output / "sana_training" / "whole" / "validations.png")
     assert Image.open(io.BytesIO(fetched)).tobytes() == sheet.tobytes()

@@ -69,7 +69,7 @@ def test_no_two_nodes_have_an_id(path):
 @FILES
 def test_no_two_groups_have_an_id(path):
     ids = [group["id"] for graph in graphs_of(path) for group in graph["groups"]]
-    assert ids and len(ids) == len(set(ids))
+    assert len(ids) == len(set(ids))
 
 
 @FILES
