@@ -1,4 +1,4 @@
-// Shows what the nodes tell the user (nodes/host/report.py): lines under a node, and warnings and errors as messages.
+// Shows lines under a node, and warnings and errors as messages (nodes/host/report.py).
 // ComfyUI's own text under a node is for progress. Frontend 1.58 removes it when the run ends.
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
@@ -25,8 +25,12 @@ function nodeOf(id) {
     return node
 }
 
+function findWidget(node, name) {
+    return node?.widgets?.find(widget => widget.name === name)
+}
+
 function removeWidget(node, name) {
-    const widget = node?.widgets?.find(each => each.name === name)
+    const widget = findWidget(node, name)
     if (!widget) return
     widget.onRemove?.()
     node.widgets = node.widgets.filter(each => each !== widget)
@@ -69,7 +73,7 @@ app.registerExtension({
         api.addEventListener("executing", ({ detail }) => detail && removeWidget(nodeOf(detail), LINES))
         api.addEventListener("executed", ({ detail }) => show(detail.display_node ?? detail.node, detail.output?.sana))
         api.addEventListener("sana_note", ({ detail }) => {
-            const earlier = nodeOf(detail.node)?.widgets?.find(each => each.name === LINES)?.value
+            const earlier = findWidget(nodeOf(detail.node), LINES)?.value
             if (detail.node) show(detail.node, [...(earlier ? earlier.split("\n") : []), detail.text])
             addMessage("warn", detail.text, MILLISECONDS)
         })

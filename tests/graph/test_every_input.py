@@ -198,7 +198,7 @@ ROWS["TrainControlNet"] = (
 )
 # SANA Doctor looks through all model files.
 SLOW = {("Doctor", "files")}
-# It decides whether the node runs again, not what the report is.
+# This input decides whether the node runs again. The report is the same.
 AGAIN = {("Doctor", "always")}
 CASES = [
     pytest.param(node, name, marks=[pytest.mark.slow] if (node, name) in SLOW else [])

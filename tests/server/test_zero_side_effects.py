@@ -63,7 +63,7 @@ def test_nothing_of_the_pack_opened_a_socket_or_process_read_the_environment_or_
     assert any(entry["event"] == "read" and entry["by"].startswith("sana_core/checkpoints/") for entry in result)
     seen = [entry for entry in result if entry["event"] != "read"]
     assert [entry for entry in seen if not entry["library"]] == []
-    # Libraries read the environment when they are imported. In a worker's process we import torch, which asks ldconfig
-    # for the libraries of CUDA.
-    others = [entry for entry in seen if entry["event"] not in ("environment __getitem__", "environment __iter__")]
-    assert {(entry["event"], entry["what"]) for entry in others} <= {("subprocess.Popen", "('/sbin/ldconfig',)")}
+    # Libraries read the environment when they are imported. A worker's process imports torch, which looks for CUDA's
+    # libraries with ldconfig.
+    not_reading = [entry for entry in seen if entry["event"] not in ("environment __getitem__", "environment __iter__")]
+    assert {(entry["event"], entry["what"]) for entry in not_reading} <= {("subprocess.Popen", "('/sbin/ldconfig',)")}
