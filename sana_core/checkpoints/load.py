@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import sys
 import threading
@@ -111,6 +112,9 @@ def library_class(part: Checkpoint) -> Any:
     """
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
+    collects = gc.isenabled()
+    # A third of the import would be searches for garbage, of which a million new objects have hardly any.
+    gc.disable()
     try:
         # Before the module is built, because diffusers turns any failed import into a RuntimeError.
         import diffusers
@@ -121,6 +125,9 @@ def library_class(part: Checkpoint) -> Any:
             f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
             "install -r requirements.txt with the Python that runs this"
         ) from None
+    finally:
+        if collects:
+            gc.enable()
     if part.kind == "text_encoder":
         return Gemma2Model
     is_ltx = part.variant.startswith("ltx-2")

@@ -1,5 +1,6 @@
 """The bundled folder loads as in diffusers, and errors name the defect of a broken file."""
 
+import gc
 import json
 import pickle
 import shutil
@@ -322,6 +323,7 @@ def test_a_library_that_cannot_be_imported_is_not_the_file_s_fault(checkpoint, m
     monkeypatch.setitem(sys.modules, AutoencoderDC.__module__, None)
     with pytest.raises(sana_core.errors.VersionError, match=r"cannot be imported \(.*halted.*requirements.txt"):
         sana_core.load_autoencoder(checkpoint)
+    assert gc.isenabled()
 
 
 def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(tmp_path, monkeypatch):
