@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -42,6 +43,8 @@ OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview", "sampler")
 
 # Held by the thread that constructs a module with empty parameters.
 CONSTRUCTION = threading.Lock()
+# Loggers that warn about torchao when diffusers is imported. No user can do anything about it.
+NOISY = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 
 def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Module:
@@ -112,6 +115,8 @@ def library_class(part: Checkpoint) -> Any:
     """
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     collects = gc.isenabled()
     # A third of the import would be searches for garbage, of which a million new objects have hardly any.
     gc.disable()
