@@ -133,7 +133,9 @@ class Faults:
         folder = Path(node.get_session_dir_path()) / name / "working_dir_files"
         while not folder.exists():
             time.sleep(0.1)
-        shutil.rmtree(folder)
+        # Ray may write into it meanwhile.
+        while folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
         folder.touch()
         self.unfit.append(node)
 
