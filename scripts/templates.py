@@ -47,7 +47,7 @@ def note(template: str, *released: str, width: int = 310) -> Node:
 
 
 def save(images: tuple[str, int], prefix: str, title: str | None = None, width: int = 270) -> Node:
-    # Two images that are compared are in one column, above the minimap.
+    # Two images that are compared are in one column.
     room = None if title is None else 220
     return Node("SaveImage", {"images": images, "filename_prefix": prefix}, title, width, room)
 
@@ -107,8 +107,8 @@ def large(name: str) -> Template:
     nodes["sampler"].inputs["model"] = ("split", 0)
     links = {"model": ("split", 0), "samples": ("sampler", 0), "vae": INSIDE[2]}
     conditioning = {"positive": ("prompt", 0), "negative": ("negative", 0)}
-    nodes["second"] = Node(parts.second_pass(2.0), {**links, **conditioning}, width=250, mode=MUTED)
-    nodes["save_8K"] = save(("second", 0), "sana-8192", None, 250)._replace(mode=MUTED, room=120)
+    nodes["second"] = Node(parts.second_pass(2.0), {**links, **conditioning}, width=250, mode=MUTED, room=120)
+    nodes["save_8K"] = save(("second", 0), "sana-8192", None, 250)._replace(mode=MUTED, room=60)
     columns = (
         "note / Files: file gemma dc-ae | model prompt negative empty | 4K: split sampler decode | save | "
         "8K: second save_8K"
@@ -163,7 +163,7 @@ def image_to_image(name: str) -> Template:
         ("negative sampler decode inpaint inpainted", 260, None),
         ("prompt inpaint_prompt", 230, 100),
         ("masked soft mask", 230, None),
-        ("save save_inpainted", 210, 240),
+        ("save save_inpainted", 210, 225),
     ):
         for node in names.split():
             nodes[node] = nodes[node]._replace(width=width, room=room)
@@ -246,8 +246,8 @@ def train(name: str) -> Template:
         "sheet": Node("PreviewImage", {"images": ("data", 1)}, "Contact sheet"),
         "train": Node("SanaNodesTrain", {"model": INSIDE[0], "dataset": ("data", 0), **settings}, width=340),
         **parts.image(prompt),
-        "loss": Node("LossGraphNode", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss", room=220),
-        "save": save(("decode", 0), "sana-trained", "Image with the LoRA"),
+        "loss": Node("LossGraphNode", {"loss": ("train", 1), "filename_prefix": "sana-loss"}, "Loss", room=210),
+        "save": save(("decode", 0), "sana-trained", "Image with the LoRA")._replace(room=210),
     }
     nodes["sampler"].inputs["model"] = ("train", 2)
     columns = (
@@ -276,11 +276,11 @@ def video(name: str) -> Template:
         "note": note(name, width=400),
         **randomized(parts.video_nodes(("first_image", 0))),
         "first_image": Node("LoadImage", {"image": "example.png"}, "First image", 285, mode=BYPASSED),
-        "save": Node("SaveVideo", saved, width=285, room=300),
+        "save": Node("SaveVideo", saved, width=285, room=130),
         "second": Node(parts.video_2(), {"first image": ("first_image", 0)}, width=325, room=10, mode=MUTED),
     }
     saved_2 = {**saved, "video": ("second", 0), "filename_prefix": "video/sana-2.0"}
-    nodes["save_2"] = Node("SaveVideo", saved_2, "Save SANA-Video 2.0", 285, 100, MUTED)
+    nodes["save_2"] = Node("SaveVideo", saved_2, "Save SANA-Video 2.0", 285, 40, MUTED)
     for node in ("prompt", "negative"):
         nodes[node] = nodes[node]._replace(room=260)
     columns = (

@@ -32,8 +32,11 @@ TITLE, BETWEEN, COLUMN, FRAME, GROUP_TITLE = 30, 20, 40, 15, 40
 WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 60, 32
 # As in ComfyUI's own templates. Text on a note of another colour has too little contrast in Nodes 2.0.
 COLOUR, NOTE_COLOURS = "#3f789e", {"color": "#222", "bgcolor": "#000"}
-# A template with more columns than this has its last column lower, below the canvas' message about missing files.
-MOST_COLUMNS, MESSAGE = 3, 170
+# The canvas fits an opened template into this part of a window of 1400 x 900 px.
+FITTED = 1050, 675
+# What lies over the canvas there, in pixels of the window from the middle of the template: the left and lower edges of
+# messages about missing files, and the left and upper edges of the minimap.
+MESSAGE, MINIMAP = (328, -233), (443, 193)
 # Height below the widgets of a subgraph's node, with and without a preview.
 PREVIEW_ROOM, NO_PREVIEW_ROOM = 215, 40
 # Sockets of a subgraph that come first, in the order of a loader's outputs.
@@ -343,9 +346,21 @@ def place(file: File, written: dict[str, Json], columns: str) -> list[Json]:
     last_groups = []
     bottom = left = 0
     stacks = [[group.rpartition(":") for group in column.split("/")] for column in columns.split("|")]
-    for index, stack in enumerate(stacks, 1):
-        width = max(written[name]["size"][0] for _, _, names in stack for name in names.split())
-        y = MESSAGE if "note" in written and index == len(stacks) > MOST_COLUMNS else 0
+    nodes = [[written[name] for _, _, names in stack for name in names.split()] for stack in stacks]
+    widths = [max(node["size"][0] for node in column) for column in nodes]
+    heights = [
+        sum(TITLE + node["size"][1] + BETWEEN for node in column) + (len(stack) - 1) * (GROUP_TITLE + FRAME) - BETWEEN
+        for column, stack in zip(nodes, stacks, strict=True)
+    ]
+    middle_x, middle_y = (sum(widths) + COLUMN * (len(stacks) - 1)) / 2, max(heights) / 2
+    scale = min(FITTED[0] / middle_x, FITTED[1] / middle_y) / 2
+    for stack, width, height in zip(stacks, widths, heights, strict=True):
+        right = (left + width - middle_x) * scale
+        y = 0
+        if "note" in written and right > MESSAGE[0] and (stack is stacks[-1] or not stack[0][0]):
+            y = max(0, round(middle_y + MESSAGE[1] / scale))
+            free = (MINIMAP[1] - MESSAGE[1]) / scale if right > MINIMAP[0] else height
+            y += max(0, round((free - height) / 2))
         for number, (title, _, names) in enumerate(stack):
             y += number * (GROUP_TITLE + FRAME)
             top = y

@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from canvas import QUICK, failure_of, open_canvas, queue, rectangles, set_setting, settle, use_renderer
+from canvas import QUICK, TITLE, failure_of, open_canvas, queue, rectangles, set_setting, settle, use_renderer
 from host import get, start_server
 from lay_out import blueprint_json, template_json
 from parts import blueprints
 from PIL import Image
 from setup import ROOT
-from templates import DOWNLOADED, showing, templates
+from templates import DOWNLOADED, SHOWING, showing, templates
 
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.png import encode_png
@@ -61,6 +61,16 @@ CUT = """slack => {
     }
     return cut;
 }"""
+# Titles of nodes with results that are under the canvas' messages or its minimap in a window of 1400 x 900.
+COVERED = """kinds => {
+    const {scale, offset} = app.canvas.ds, areas = [[1028, 0, 215], [1144, 645, 900]];
+    const {x, y} = app.canvas.canvas.getBoundingClientRect();
+    return app.canvas.graph.nodes.filter(node => kinds.includes(node.type)).filter(node => {
+        const right = x + (node.pos[0] + node.size[0] + offset[0]) * scale;
+        const [above, below] = [-TITLE, node.size[1]].map(edge => y + (node.pos[1] + edge + offset[1]) * scale);
+        return areas.some(([edge, from, to]) => right > edge && above < to && below > from);
+    }).map(node => node.title);
+}""".replace("TITLE", str(TITLE))
 ENTER = """id => {
     const node = app.graph.getNodeById(id);
     app.canvas.openSubgraph(node.subgraph, node);
@@ -138,6 +148,7 @@ LONG = ("SANA train a LoRA", "SANA check this computer")
 def test_a_template_is_readable_and_runs(page, path):
     page.errors.clear()
     workflow = check_opened(page, path)
+    assert not page.evaluate(COVERED, SHOWING)
     # Only loaders of missing files are red. The canvas does not check names of folders.
     red = page.evaluate("() => app.graph.nodes.filter(node => node.has_errors).map(node => String(node.id))")
     files = {name for name in released.DOWNLOADS if name.endswith(SUFFIXES)}
