@@ -34,7 +34,7 @@ WIDTH, SOCKET, WIDGET, LOW_WIDGET, TEXT, EDGE = 270, 22, 32, 24, 60, 32
 COLOUR, NOTE_COLOURS = "#3f789e", {"color": "#222", "bgcolor": "#000"}
 # The canvas fits an opened template into this part of a window of 1400 x 900 px.
 FITTED = 1050, 675
-# What lies over the canvas there, in pixels of the window from the middle of the template: the left and lower edges of
+# What covers the canvas there, in pixels of the window from the middle of the template: the left and lower edges of
 # messages about missing files, and the left and upper edges of the minimap.
 MESSAGE, MINIMAP = (328, -233), (443, 193)
 # Height below the widgets of a subgraph's node, with and without a preview.
