@@ -122,6 +122,7 @@ bench: setup
 	$(VENV) -m benchmarks.quantised
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.batch
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.host_bound
+	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.host_time
 
 # takes a Python that has torch, and installs nothing into it
 gpu:

@@ -213,6 +213,44 @@ def test_the_table_of_launches_and_bytes_quotes_the_counts():
         assert abs(float(row[4]) - predicted) <= 0.5, name
 
 
+def host_figures():
+    """Rows of the table of the host's time."""
+    models = [read("host_time")[name] for name in ("0.6B, 28 blocks", "1.6B, 20 blocks")]
+    replayed = [
+        f"x{model['replayed / eager']['time']} ({model['calls']['replayed']} of {model['calls']['eager']} calls)"
+        for model in models
+    ]
+    yield f"| replayed beside eager | {' | '.join(replayed)} |"
+    for name, pair, digits in (
+        ("eager beside diffusers", "eager / diffusers", 2),
+        ("in ComfyUI beside eager", "canvas / eager", 1),
+    ):
+        cells = [f"x{model[pair]['time']:.{digits}f} (x{model[pair]['calls']:.{digits}f})" for model in models]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_hosts_time_quotes_the_last_run():
+    page, rows = words("docs/developer/accelerators.md"), list(host_figures())
+    assert len(rows) == 3 and [row for row in rows if row not in page] == []
+    for model in ("0.6B, 28 blocks", "1.6B, 20 blocks"):
+        assert max(read("host_time")[model]["replayed / eager"].values()) <= 0.1
+
+
+def product_speed(pixels):
+    """Tflop/s of the matrix products inside a guided step of 1.6B, from the profile on the H100."""
+    width, rows, blocks = 2240, 2 * (pixels // 32) ** 2, 20
+    # Query, key and value; three more projections; two 1x1 convolutions of the feed-forward.
+    flop = 2 * rows * blocks * width * (3 * width + 3 * width + 5 * width + 2.5 * width)
+    kernels = read("gpu/nvidia-h100-80gb-hbm3")["parts"]["step"][f"profile of 1.6B {pixels} px, pack"]["kernels"]
+    products = [ms for name, (ms, launches) in kernels.items() if name.startswith("nvjet") and launches >= blocks]
+    return 1e-9 * flop / sum(products)
+
+
+def test_the_speed_of_products_is_the_one_in_the_profile():
+    text = f"at {product_speed(1024):.0f} TFLOP/s at 1024 px, and at {product_speed(4096):.0f} at 4096 px"
+    assert text in words("docs/developer/accelerators.md")
+
+
 def other_figures():
     yield "docs/memory.md", f"the difference was at most {strip_difference()} of the norm"
     lost = {name: f"{100 * form['forward']:.1f} %" for name, form in read("quantised")["errors"]["1.6B wide"].items()}

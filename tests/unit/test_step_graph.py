@@ -12,6 +12,7 @@ from adapted import save_adapter
 from fake_graph import FakeRecorder
 from tiny import random_prompt, tiny_transformer
 
+from benchmarks.host_time import EmptyRecorder, calls_of
 from sana_core.__main__ import main
 from sana_core.batch import pipeline
 from sana_core.batch.pipeline import Conditioning, Models, ResolvedSettings, load_models, sample
@@ -166,6 +167,20 @@ def test_some_samplings_have_no_recorder(recorders, models, monkeypatch, reason)
 def test_steps_are_recorded_only_if_the_host_limits_their_speed(recorders, models, monkeypatch):
     monkeypatch.setattr(FakeRecorder, "host_limits", False)
     assert compare(recorders, models[0], sampler="flow_euler") == {"eager": STEPS}
+
+
+def test_a_replayed_step_needs_a_tenth_of_the_calls_of_an_eager_one():
+    transformer, x = tiny_transformer(), numbers(1, 32, 3, 4)
+    graph = StepGraph(EmptyRecorder(CPU), Counter())
+    calls = []
+    for chosen in (None, graph):
+        model = denoiser(transformer, random_prompt(seed=1), random_prompt(seed=2), 4.5, graph=chosen)
+        for _ in range(EAGER_CALLS + 1):
+            model(x, 0.5)
+        calls.append(calls_of(partial(model, x, 0.5)))
+    eager, replayed = calls
+    # The released models have 20 to 60 layers instead of 3.
+    assert graph.counts["replayed"] == 2 and 10 < replayed <= 0.1 * eager
 
 
 # Mutations: each is a way in which a recording could be wrong.
