@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -123,6 +124,51 @@ def fake_card(monkeypatch, free=80 * GB, total=None, state="NORMAL_VRAM", dynami
             patch.setattr(comfy_aimdo.model_vbar, "vbars_analyze", lambda device=None: evictable)
             patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", page)
         yield patch
+
+
+class Streams:
+    """Two streams for copies, as ComfyUI has on NVIDIA's GPUs. Counts waits and copies of weights.
+
+    `waits`: {"compute": waits of the computing stream for a copy, "copy": the other direction}. `copies` are calls, and
+    `moved` their bytes. Copy number `fail_at` fails.
+    """
+
+    def __init__(self, patch):
+        import comfy.model_management as management
+
+        self.reset()
+        compute, gather = self.stream("compute"), management.cast_to_gathered
+
+        def cast_to_gathered(tensors, out, **options):
+            self.copies += 1
+            if self.copies == self.fail_at:
+                raise torch.OutOfMemoryError
+            self.moved += (options["r2"] if out is None else out).nbytes
+            return gather(tensors, out, **options | {"stream": None})
+
+        patch.setattr(management, "NUM_STREAMS", 2)
+        patch.setattr(management, "STREAMS", {})
+        patch.setattr(management, "stream_counters", {})
+        patch.setattr(management, "get_aimdo_cast_buffer", lambda stream, device: CastBuffer())
+        patch.setattr(management, "cast_to_gathered", cast_to_gathered)
+        patch.setattr(torch.cuda, "Stream", lambda **options: self.stream("copy"))
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
+
+    def reset(self):
+        self.waits, self.copies, self.moved, self.fail_at = Counter(), 0, 0, 0
+
+    def stream(self, name):
+        return SimpleNamespace(wait_stream=lambda other: self.waits.update([name]))
+
+
+class CastBuffer:
+    """What comfy_aimdo's VRAMBuffer is: memory for weights that have no pages."""
+
+    def size(self):
+        return 0
+
+    def get(self, size, offset=0):
+        return (self, offset, size)
 
 
 def page(address, device):

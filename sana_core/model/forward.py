@@ -22,7 +22,7 @@ from .reference import all_blocks, reference_of
 from .row_shards import Shard, shard_constants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from diffusers import SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
@@ -155,13 +155,14 @@ def velocity(
     perturbation: Perturbation | None = None,
     control: Sequence[torch.Tensor | None] = (),
     ops: RowOperations | None = None,
+    blocks: Iterable[torch.nn.Module] | None = None,
 ) -> torch.Tensor:
     """Return the velocity [B, 32, h, w] at `x` [B, 32, h, w] and `timestep` [B], as the model's reference computes it.
 
     B is a multiple of the P prompts in `constants`. Each prompt has B / P consecutive images. `timestep` and `guidance`
     [B] are already in the model's scale. Only distilled models have `guidance`. `control`: output of
     `control_residuals`; residual i is added after block i. `ops`: for a shard. Then `x`, the position embedding and
-    `control` have only the rows of the shard.
+    `control` have only the rows of the shard. `blocks`: the blocks of `transformer`, whose iterator loads weights.
     """
     height, width = x.shape[-2:]
     patch = transformer.config.patch_size
@@ -169,7 +170,7 @@ def velocity(
     carried: Carried = embed(transformer, x, constants.position, ops), None
     time, embedded = embed_time(transformer, timestep, carried[0], guidance, ops)
     inputs = BlockInputs(modulate(constants, time), constants, size, ops)
-    for i, block in enumerate(transformer.transformer_blocks):
+    for i, block in enumerate(transformer.transformer_blocks if blocks is None else blocks):
         images = perturbation.images if perturbation is not None and i in perturbation.blocks else None
         carried = run_block(block, i, carried, inputs, images)
         residual = control[i] if i < len(control) else None

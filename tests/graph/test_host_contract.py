@@ -39,6 +39,8 @@ CALLS = {
     "comfy.model_management.unload_all_models": ("", "doctor.py"),
     "comfy.model_management.unet_dtype": ("device model_params supported_dtypes weight_dtype", "load_model.py"),
     "comfy.model_management.unet_manual_cast": ("weight_dtype inference_device supported_dtypes", "load_model.py"),
+    "comfy.model_prefetch.make_prefetch_queue": ("queue device transformer_options", "compat.py (prefetched_blocks)"),
+    "comfy.model_prefetch.prefetch_queue_pop": ("queue device module", "compat.py (prefetched_blocks)"),
     "comfy.model_patcher.ModelPatcher._load_list": ("for_dynamic", "layers.py (LookupPatcher)"),
     "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "layers.py, vae.py"),
     "comfy.model_patcher.ModelPatcher.clone": ("model_override", "replicas.py"),

@@ -9,7 +9,7 @@ import shutil
 import layouts
 import pytest
 import torch
-from fake_cuda import CARD, TOKENS, fake_card, load, no_numbers, pack, read_numbers
+from fake_cuda import CARD, TOKENS, PagedMemory, Streams, fake_card, load, no_numbers, pack, read_numbers
 from safetensors.torch import load_file, save_file
 
 LARGE = 200 * 10**9
@@ -104,6 +104,61 @@ def test_a_model_that_was_quantised_draws(host, files, monkeypatch, state, form)
         layer = patcher.model.diffusion_model.transformer_blocks[0].ff.conv_inverted
         assert isinstance(layer.weight, QuantizedTensor)
         assert guided_velocity(patcher).device == CARD
+
+
+@pytest.fixture
+def streamed(host, files, monkeypatch):
+    """A function (share, work) that calls `work(streams, step)` for the model of two blocks in dynamic VRAM.
+
+    There are pages for this share of its weights. `step` has run once, without a prompt's cached keys.
+    """
+
+    def run(share, work):
+        file = files["two blocks"]
+        state = state_of(file.stat().st_size, "dynamic VRAM, half fits")
+        with fake_card(monkeypatch, **state) as patch, no_numbers(patch):
+            patcher = load_model(patch, file)
+            patch.setattr(PagedMemory, "room", int(share * file.stat().st_size))
+            patcher.pre_run()
+            streams = Streams(patch)
+            guided_velocity(patcher)
+            streams.reset()
+            work(streams, lambda: guided_velocity(patcher))
+            assert not any(hasattr(layer, "_prefetch") for layer in patcher.model.modules())
+            return streams
+
+    return run
+
+
+@pytest.mark.parametrize(("share", "alone_waits", "waits"), [(0.0, 29, 13), (0.5, 10, 2)])
+def test_the_layers_of_a_block_are_copied_together(streamed, monkeypatch, share, alone_waits, waits):
+    """With dynamic VRAM, the computing stream waits once for a block instead of once for each of its copied layers."""
+    import comfy.model_prefetch
+
+    together = streamed(share, lambda streams, step: step())
+    monkeypatch.setattr(comfy.model_prefetch, "make_prefetch_queue", lambda *arguments: None)
+    alone = streamed(share, lambda streams, step: step())
+    assert (together.copies, together.moved) == (alone.copies, alone.moved)
+    # With no pages, 11 layers outside of the two blocks are copied too.
+    assert (alone.waits["compute"], together.waits["compute"]) == (alone_waits, waits)
+
+
+@pytest.mark.parametrize("where", ["attention", "copy"])
+def test_a_step_that_fails_keeps_no_copies_of_weights(streamed, monkeypatch, where):
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError
+
+    def work(streams, step):
+        with monkeypatch.context() as patch:
+            if where == "attention":
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+            else:
+                # The layers before the blocks are copied alone. The first block has nine layers.
+                streams.fail_at = 15
+            with pytest.raises(torch.OutOfMemoryError):
+                step()
+
+    streamed(0.0, work)
 
 
 def test_a_model_draws_after_a_part_of_it_was_unloaded(host, files, monkeypatch):

@@ -5,7 +5,7 @@ If something has moved, tests/graph/test_host_contract.py fails. It also lists t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import comfy.sd
 import comfyui_version
 import folder_paths
 import torch
+from comfy import model_prefetch
 from comfy.model_patcher import LowVramPatch
 
 from ....sana_core.errors import VersionError
@@ -119,6 +120,23 @@ def is_half_unloaded(model: torch.nn.Module) -> bool:
         if getattr(module, "comfy_patched_weights", False) or any(isinstance(f, LowVramPatch) for f in functions):
             return True
     return False
+
+
+def prefetched_blocks(blocks: torch.nn.ModuleList, device: torch.device, options: dict) -> Iterator[torch.nn.Module]:
+    """Yield `blocks`. With dynamic VRAM, the layers of a block are copied together while the previous block runs."""
+    prompt_layers = {part for block in blocks for part in (block.attn2.to_k, block.attn2.to_v, block.attn2.norm_k)}
+    streamed = [[layer for layer in block.modules() if hasattr(layer, "_v")] for block in blocks]
+    units = [torch.nn.ModuleList(layer for layer in unit if layer not in prompt_layers) for unit in streamed]
+    queue = model_prefetch.make_prefetch_queue(units, device, options)
+    try:
+        for block in blocks:
+            model_prefetch.prefetch_queue_pop(queue, device, block)
+            yield block
+    finally:
+        if queue is not None:
+            # After an error, other layers may have copies too, which later calls would use.
+            queue[:] = [(None, (None, list(blocks.modules()))), None]
+            model_prefetch.prefetch_queue_pop(queue, device, None)
 
 
 def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:

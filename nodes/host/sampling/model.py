@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import comfy.conds
 import comfy.model_base
@@ -18,6 +19,7 @@ from ....sana_core.model.forward import velocity
 from ....sana_core.model.known_models import GUIDANCE, size_note, trained_size
 from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
 from ....sana_core.model.reference import model_timestep
+from ..compat.internals import prefetched_blocks
 from ..compat.patches import SPLIT
 from ..loading.weights import config_tensor
 from .core_nodes import note_unused
@@ -76,7 +78,10 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         if group is not None and group.has_weights_of(self, prompt):
             return group.velocity(self, x, timesteps, prompt, guidance, residuals)
         constants, perturbation = prompt.constants(self, x)
-        return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
+        if torch.compiler.is_compiling() or not transformer_options.get("prefetch_dynamic_vbars"):
+            return velocity(self, x, timesteps, constants, guidance, perturbation, residuals)
+        with closing(prefetched_blocks(self.transformer_blocks, x.device, transformer_options)) as blocks:
+            return velocity(self, x, timesteps, constants, guidance, perturbation, residuals, blocks=blocks)
 
 
 class SanaModel(comfy.model_base.BaseModel):
