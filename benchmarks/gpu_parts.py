@@ -16,20 +16,28 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import ROOT
+from benchmarks.machine import host_speed
+from sana_core.batch.pipeline import Conditioning, Models, ResolvedSettings, sample
+from sana_core.batch.plan import ImageSpec
 from sana_core.doctor.arithmetic import transformer as random_transformer
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.forward_inputs import Constants
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.model.layers import arrange_convolutions, join_projections
+from sana_core.runtime.step_recorder import Recorder as StepRecorder
 
 TOKENS = 300
 BF16 = torch.bfloat16
@@ -72,9 +80,11 @@ def run_part(name: str, out: Path, small: bool) -> int:
         memory_gb=round(properties.total_memory / GB, 1),
         torch=torch.__version__,
         driver=torch.version.cuda or torch.version.hip,
+        **host_speed(),
     )
     if small:
         VARIANTS["0.6B"] = VARIANTS["1.6B"] = VARIANTS["0.6B"]._replace(layers=1)
+        VARIANTS["1.5-4.8B"] = VARIANTS["0.6B"]
     with torch.enable_grad() if name == "train" else torch.no_grad():
         PART_FUNCTIONS[name](recorder)
     lines = (out / "figures.jsonl").read_text().splitlines()
@@ -504,28 +514,195 @@ def save_released_folder(recorder: Recorder, folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
+def build_models(recorder: Recorder, variant: str) -> Models:
+    """Return a transformer with random weights as `load_models` returns it."""
+    with built_as(BF16, recorder.device):
+        transformer = random_transformer(VARIANTS[variant].width, VARIANTS[variant].layers)
+    join_projections(transformer)
+    return Models(transformer.eval().requires_grad_(False), None, 3.0)
+
+
+def sampling(models: Models, pixels: int, steps: int, counts: Counter[str] | None) -> torch.Tensor:
+    """Return the latents of a guided sampling. With `counts`, its steps may be recorded, as on the command line."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [(torch.randn(1, TOKENS, 2304, generator=generator), torch.ones(1, TOKENS)) for _ in range(2)]
+    settings = ResolvedSettings(width=pixels, height=pixels, steps=steps, guidance=4.5, sampler="flow_dpmpp_2m")
+    return sample(models, settings, (ImageSpec(0, 0, 3),), Conditioning(texts[:1], texts[1]), counts=counts)
+
+
+@contextlib.contextmanager
+def counted_graphs() -> Iterator[weakref.WeakSet[Any]]:
+    """Yield the set of the CUDA graphs that were created inside the context and are alive."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Counted(torch.cuda.CUDAGraph):
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            graph = super().__new__(cls, *arguments, **options)
+            alive.add(graph)
+            return graph
+
+    with mock.patch.object(torch.cuda, "CUDAGraph", Counted):
+        yield alive
+
+
+def recording(recorder: Recorder) -> None:
+    """The first part, because the recorder of CUDA graphs has no other test on a GPU."""
+    pixels, steps = (64, 5) if recorder.small else (512, 20)
+    models = build_models(recorder, "0.6B")
+    expected = sampling(models, pixels, steps, None)
+
+    def record(forced: bool) -> dict[str, Any]:
+        counts: Counter[str] = Counter()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        force = mock.patch.object(StepRecorder, "waits_for_host", lambda self: True)
+        with counted_graphs() as graphs, force if forced else contextlib.nullcontext():
+            same_bits = torch.equal(sampling(models, pixels, steps, counts), expected)
+        gc.collect()
+        torch.cuda.empty_cache()
+        problems = {
+            "not recorded; log.txt has the reason": forced and counts["recorded"] != 1,
+            "a recording failed; log.txt has the reason": counts["failed"] > 0,
+            "other bits": not same_bits,
+            "a graph is alive": len(graphs) > 0,
+        }
+        failed = ", ".join(problem for problem, is_present in problems.items() if is_present)
+        return {
+            "recorded": counts["recorded"],
+            "replayed": counts["replayed"],
+            "same_bits": same_bits,
+            "graphs_alive": len(graphs),
+            "kept_mb": round((torch.cuda.memory_reserved() - before) / 1e6),
+        } | ({"failed": failed} if failed else {})
+
+    recorder.attempt("always recorded", lambda: record(True))
+    recorder.attempt("recorded if the host is the limit", lambda: record(False))
+
+
 def graph(recorder: Recorder) -> None:
-    for variant, pixels in step_sizes(recorder.small)[:2]:
-        s = build_step(recorder, variant, pixels)
+    sizes = [("0.6B", 512), ("1.6B", 1024), ("1.6B", 512), ("1.5-4.8B", 1024)]
+    steps = 5 if recorder.small else 20
+    for variant, pixels in [("1.6B", 64)] if recorder.small else sizes:
+        models = build_models(recorder, variant)
 
-        def forward(x: torch.Tensor, timestep: torch.Tensor, s: Step = s) -> torch.Tensor:
-            return velocity(s.transformer, x, timestep, s.constants)
-
-        def compare(s: Step = s, forward: Callable[..., torch.Tensor] = forward) -> dict[str, Any]:
-            forward(s.x, s.timestep)
-            torch.cuda.empty_cache()
-            reserved = torch.cuda.memory_reserved()
-            graphed = torch.cuda.make_graphed_callables(forward, (s.x.clone(), s.timestep.clone()))
-            held = torch.cuda.memory_reserved() - reserved
-            same = all(
-                torch.equal(graphed(s.x * scale, s.timestep * scale), forward(s.x * scale, s.timestep * scale))
-                for scale in (1.0, 0.5, 0.1)
-            )
-            plain = measure(lambda: forward(s.x, s.timestep))
-            figures = measure(lambda: graphed(s.x, s.timestep))
-            return figures | {"plain_ms": plain["ms"], "same_bits": same, "held_gb": round(held / GB, 3)}
+        def compare(models: Models = models, pixels: int = pixels) -> dict[str, Any]:
+            counts: Counter[str] = Counter()
+            same = torch.equal(sampling(models, pixels, steps, None), sampling(models, pixels, steps, counts))
+            runs = 1 if recorder.small else 3
+            eager = measure(lambda: sampling(models, pixels, steps, None), runs)
+            figures = measure(lambda: sampling(models, pixels, steps, Counter()), runs)
+            plain = {f"eager_{name}": figure for name, figure in eager.items()}
+            return figures | plain | {"same_bits": same, "steps": steps, "replayed": counts["replayed"]}
 
         recorder.attempt(f"{variant}, {pixels} px", compare)
+
+
+def compare_workers(recorder: Recorder) -> None:
+    """Threads of one process share Python's lock. Processes do not."""
+    from benchmarks.host_bound import make_job, steps_per_second, workers_of
+    from sana_core.engine.process import Processes
+
+    seconds = 0.2 if recorder.small else 4
+    for variant, pixels in [("0.6B", 64)] if recorder.small else [("0.6B", 512), ("1.6B", 1024)]:
+        processes = Processes()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / variant
+            with built_as(BF16, recorder.device):
+                random_transformer(VARIANTS[variant].width, VARIANTS[variant].layers).save_pretrained(folder)
+            torch.cuda.empty_cache()
+            job = make_job(folder, pixels)
+            for way in ("1 thread", "2 threads", "1 process", "2 processes"):
+
+                def rate(way: str = way, job: Any = job, processes: Any = processes) -> dict[str, Any]:
+                    with workers_of(way, processes, recorder.device) as workers:
+                        steps, busy = steps_per_second(job, workers, seconds, width=2304)
+                    return {"steps_per_s": round(steps, 1), "cores_per_worker": round(busy, 2)}
+
+                recorder.attempt(f"{variant}, {pixels} px, {way}", rate)
+        processes.end()
+
+
+def rows(recorder: Recorder) -> None:
+    from layouts import f32c32
+
+    from sana_core.decode import decode_latents, plan
+
+    with built_as(BF16, recorder.device):
+        model = f32c32(8 if recorder.small else 1)
+    arrange_convolutions(model)
+    for pixels in (128,) if recorder.small else (512, 1024, 2048, 4096):
+        latents = noise(recorder, 1, 32, pixels // 32, pixels // 32)
+        first: list[torch.Tensor] = []
+        for height, attention in ((256, 16), (512, 32), (1024, 32)):
+
+            def compare(height: int = height, attention: int = attention, z: Any = latents, first: Any = first) -> dict:
+                report: dict[str, Any] = {}
+                with mock.patch.multiple(plan, TALL_ROWS=(height,), TALL_ATTENTION_ROWS=attention):
+                    first.append(decode_latents(model, z, report=report))
+                    figures = measure(lambda: decode_latents(model, z), 1 if recorder.small else 3)
+                difference = (first[-1].float() - first[0].float()).norm() / first[0].float().norm()
+                del first[1:]
+                predicted = {"predicted_gb": round(report["predicted_bytes"] / GB, 3), "strips": report["strips"]}
+                return figures | predicted | {"difference": float(f"{float(difference):.1e}")}
+
+            recorder.attempt(f"{pixels} px, strips of {height}, attention {attention}", compare)
+
+
+def loading(recorder: Recorder) -> None:
+    from safetensors.torch import save_file
+
+    from sana_core.checkpoints.headers import read_file
+    from sana_core.checkpoints.load import check_finite
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        width, count = (256, 4) if recorder.small else (2304, 72)
+        save_file({f"layer{i}.weight": torch.zeros(width, 9216, dtype=BF16) for i in range(count)}, file)
+        size = file.stat().st_size
+
+        def rate(label: str, call: Callable[[], Any]) -> None:
+            def measure_twice() -> dict[str, Any]:
+                rates = []
+                for _ in range(2):
+                    started = time.perf_counter()
+                    result = call()
+                    torch.cuda.synchronize()
+                    rates.append(round(1e-9 * size / (time.perf_counter() - started), 2))
+                    del result
+                return {"gb_per_s": rates, "gb": round(size / GB, 2)}
+
+            recorder.attempt(label, measure_twice)
+
+        rate("read_file", lambda: read_file(file))
+        tensors = read_file(file)
+        rate("check_finite on the CPU", lambda: [check_finite("file", key, part) for key, part in tensors.items()])
+        rate("to the GPU", lambda: [tensor.to(recorder.device, copy=True) for tensor in tensors.values()])
+        tensors.clear()
+        for threads in (1, 2, 4, 8):
+            rate(f"pinned buffers of {threads} threads, to the GPU", lambda n=threads: read_by(recorder, file, n))
+
+
+def read_by(recorder: Recorder, file: Path, threads: int) -> torch.Tensor:
+    """Read `file` into the GPU's memory. Each thread has one reused buffer, which is pinned."""
+    block, size = 64 << 20, file.stat().st_size
+    target = torch.empty(size, dtype=torch.uint8, device=recorder.device)
+
+    def work(offsets: range) -> None:
+        buffer = torch.empty(block, dtype=torch.uint8, pin_memory=not recorder.small)
+        stream = None if recorder.small else torch.cuda.Stream(recorder.device)
+        inside = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with file.open("rb", buffering=0) as source, inside:
+            for offset in offsets:
+                source.seek(offset)
+                count = source.readinto(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+                target[offset : offset + count].copy_(buffer[:count], non_blocking=True)
+                if stream is not None:
+                    # The buffer must not change before the copy has ended.
+                    stream.synchronize()
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, [range(i * block, size, threads * block) for i in range(threads)]))
+    return target
 
 
 def train(recorder: Recorder) -> None:
@@ -536,7 +713,11 @@ def train(recorder: Recorder) -> None:
     from sana_core.training.settings import Method
 
     pixels = 128 if recorder.small else 1024
-    cases: dict[str, dict[str, Any]] = {"LoRA": {}, "batch 4": {"batch": 4}, "no checkpointing": {"checkpoint": False}}
+    cases: dict[str, dict[str, Any]] = {
+        "LoRA": {},
+        "no checkpointing": {"checkpoint": False},
+        "no checkpointing, batch 4": {"checkpoint": False, "batch": 4},
+    }
     for name, changes in list(cases.items())[: 1 if recorder.small else None]:
 
         def learn(changes: dict[str, Any] = changes, name: str = name) -> dict[str, Any]:
@@ -563,6 +744,43 @@ def train(recorder: Recorder) -> None:
         recorder.attempt(name, learn)
 
 
+def quantised(recorder: Recorder) -> None:
+    """The MODEL of our loader inside ComfyUI. As a CUDA graph only as an experiment: the canvas records none."""
+    from in_process import Host
+
+    with torch.enable_grad():  # tests/fake_accelerator.py computes a gradient when it is imported
+        from benchmarks.host_time import step_in_comfyui
+
+    cells = 4 if recorder.small else 32
+    with tempfile.TemporaryDirectory() as temporary:
+        base, folder = Path(temporary) / "host", Path(temporary) / "1.6B"
+        with built_as(BF16, recorder.device):
+            random_transformer(VARIANTS["1.6B"].width, VARIANTS["1.6B"].layers).save_pretrained(folder)
+        torch.cuda.empty_cache()
+        base.mkdir()
+        Host(base)
+        x = noise(recorder, 1, 32, cells, cells, dtype=torch.float32)
+        cond, uncond = ((torch.randn(1, TOKENS, 2304), torch.ones(1, TOKENS)) for _ in range(2))
+        for form in ("off", "fp8") if recorder.small else ("off", "fp8", "int8"):
+
+            def compare(form: str = form) -> dict[str, Any]:
+                # ComfyUI computes so. Only inference tensors may be changed in place later.
+                with torch.inference_mode():
+                    step = step_in_comfyui(folder, x, cond, uncond, quantise=form)
+                    figures = measure(step, 1 if recorder.small else 10)
+                    if recorder.small:
+                        return figures
+                    profile(recorder, form, step)
+                    try:
+                        recording = StepRecorder(recorder.device).record(step)
+                    except Exception as error:
+                        return figures | {"graph": f"{type(error).__name__}: {str(error)[:200]}"}
+                    assert recording is not None
+                    return figures | {"graph_ms": measure(recording.replay)["ms"]}
+
+            recorder.attempt(f"quantise {form}", compare)
+
+
 def compile_step(recorder: Recorder) -> None:
     variant, pixels = step_sizes(recorder.small)[0]
     s = build_step(recorder, variant, pixels)
@@ -584,15 +802,20 @@ def compile_step(recorder: Recorder) -> None:
 
 
 PART_FUNCTIONS: dict[str, Callable[[Recorder], None]] = {
+    "recording": recording,
+    "graph": graph,
+    "processes": compare_workers,
+    "rows": rows,
+    "loading": loading,
+    "train": train,
+    "quantised": quantised,
+    "canvas": canvas,
+    "correctness": correctness,
     "begin": begin,
     "trained": trained,
     "step": step,
     "decode": decode,
     "kernels": kernels,
-    "correctness": correctness,
     "pipeline": pipeline,
-    "graph": graph,
-    "train": train,
     "compile": compile_step,
-    "canvas": canvas,
 }

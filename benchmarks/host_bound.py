@@ -65,19 +65,19 @@ def save_transformer(folder: Path, blocks: int) -> None:
     ).save_pretrained(folder)
 
 
-def make_job(folder: Path) -> Json:
+def make_job(folder: Path, pixels: int = PIXELS) -> Json:
     """Return the job of the transformer in `folder`. Its results are latents, which are not decoded."""
-    settings = resolve_settings(SamplingSettings(PIXELS, PIXELS, STEPS), inspect_checkpoint(folder))
+    settings = resolve_settings(SamplingSettings(pixels, pixels, STEPS), inspect_checkpoint(folder))
     return Job(settings, str(folder), revision=str(folder), latents=True, prompts=1, fixed_chunk=True).pack()
 
 
 @contextmanager
-def workers_of(way: str, processes: Processes) -> Iterator[list[Any]]:
+def workers_of(way: str, processes: Processes, device: torch.device = CPU) -> Iterator[list[Any]]:
     count, kind = int(way.split()[0]), way.split()[1]
     if kind.startswith("thread"):
-        yield [ThreadWorker(f"thread {number}", CPU) for number in range(count)]
+        yield [ThreadWorker(f"thread {number}", device) for number in range(count)]
     else:
-        with processes.borrow([CPU] * count) as workers:
+        with processes.borrow([device] * count) as workers:
             yield workers
 
 
@@ -87,12 +87,12 @@ def processor_seconds(workers: Sequence[Any]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def steps_per_second(job: Json, workers: Sequence[Any], seconds: float) -> tuple[float, float]:
+def steps_per_second(job: Json, workers: Sequence[Any], seconds: float, width: int = 64) -> tuple[float, float]:
     """Return the steps per second of all workers together, and the share of a core that each got.
 
-    The time begins when each worker has finished an image.
+    The time begins when each worker has finished an image. `width`: channels of the embedded prompts.
     """
-    text = [pack(torch.ones(1, TOKENS, 64)), pack(torch.ones(1, TOKENS))]
+    text = [pack(torch.ones(1, TOKENS, width)), pack(torch.ones(1, TOKENS))]
     steps: Counter[Any] = Counter()
 
     def on_step(worker: Any, *values: Any) -> None:

@@ -138,13 +138,15 @@ def steps_of(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
     }
 
 
-def step_in_comfyui(folder: Path, x: torch.Tensor, cond: Any, uncond: Any) -> Callable[[], torch.Tensor]:
-    """Return the call that ComfyUI's samplers make in each step, for the MODEL of our loader."""
+def step_in_comfyui(
+    folder: Path, x: torch.Tensor, cond: Any, uncond: Any, **options: Any
+) -> Callable[[], torch.Tensor]:
+    """Return the call that ComfyUI's samplers make in each step. Our loader loads the MODEL with `options`."""
     import comfy.model_management
     import comfy.sampler_helpers
     import comfy.samplers
 
-    patcher = pack("nodes.host.loading.load_model").load_model(folder)
+    patcher = pack("nodes.host.loading.load_model").load_model(folder, **options)
     comfy.model_management.load_models_gpu([patcher], 10**6)
     patcher.pre_run()
     texts = {"negative": uncond, "positive": cond}
@@ -153,7 +155,7 @@ def step_in_comfyui(folder: Path, x: torch.Tensor, cond: Any, uncond: Any) -> Ca
         for name, (embeds, mask) in texts.items()
     }
     conds = comfy.samplers.process_conds(patcher.model, x, conds, x.device)
-    sigma = torch.tensor([SIGMA])
+    sigma = torch.tensor([SIGMA], device=x.device)
 
     def step() -> torch.Tensor:
         return comfy.samplers.sampling_function(
