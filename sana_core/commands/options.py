@@ -77,7 +77,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help="default: bfloat16 if all devices are accelerators that support it, else float32; float32 with --cluster; "
         "float16 is for models that were trained for it",
     )
-    add("--compile", action="store_true", help="torch.compile, with CUDA graphs in torch 2.14 or later")
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile, with CUDA graphs in torch 2.14 or later; may be removed: the next GPU measurement decides "
+        "whether it beats the CUDA graph",
+    )
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
