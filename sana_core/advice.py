@@ -3,7 +3,7 @@
 README, docs, SANA Plan, `plan` and the notes and cards of the templates take their numbers from here. `gpu_table` and
 `model_table` are the tables of the documents; scripts/tables.py writes them.
 
-No number here is measured, except the share of the published speed that an H100 reaches.
+No number here is measured. The speeds of GPUs and hosts are in split/cost.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from .memory import CONTEXT, ImagePlan, plan_memory, quantised_bytes
 from .model.known_models import DEFAULT_RESOLUTION, DEFAULTS, GPU_SIZES, SPRINT_DEFAULTS, VARIANTS
 from .model.latents import DOWNSCALE
 from .runtime.accelerator import current_accelerator, has_bf16, memory_info
-from .split.cost import GpuSpeed, Work, work_of
+from .split.cost import RTX_4090, ExampleGpu, Work, work_of
 
 PREDICTED = (
-    "Seconds are predicted, not measured: 20 steps (Sprint: 2) and the decode, with the models loaded. Downloads "
-    "include the text encoder and the VAE. VRAM includes 0.6 GB for the driver. GB are 10^9 bytes, so a GPU that is "
-    "sold as 8 GB has 8.6."
+    "Seconds are predicted, not measured: 20 steps (Sprint: 2) and the decode, with the models loaded. Two values are "
+    "for a fast and a slow CPU. Downloads include the text encoder and the VAE. VRAM includes 0.6 GB for the driver. "
+    "GB are 10^9 bytes, so a GPU that is sold as 8 GB has 8.6."
 )
 DC_AE = "dc-ae-f32c32-sana-1.1.safetensors"
-# An H100 reaches 735 of its 989 published TFLOP/s in a large product of bf16
-# (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). The prediction assumes the same share of both published rates.
-REACHED = 0.74
-# Seconds of Python for a kernel launch, measured on the H100's machine.
-LAUNCH = 42e-6
 # The decode by DC-AE f32c32. Operations per pixel, counted by torch's FlopCounterMode.
 DECODE_FLOPS = 7_980_930
 # Bytes per pixel that its products and its other kernels move in strips, counted at 1024 to 8192 px
@@ -45,25 +40,13 @@ LARGEST_MODEL = "1.5-4.8B"
 USUAL_GPU = 8
 
 
-class ExampleGpu(NamedTuple):
-    """A GPU that is sold with a memory size of GPU_SIZES."""
-
-    name: str
-    tflops: float  # published, dense in bf16 with fp32 sums
-    bandwidth: float  # published, bytes a second
-
-    @property
-    def speed(self) -> GpuSpeed:
-        return GpuSpeed(REACHED * self.tflops, REACHED * self.bandwidth, LAUNCH)
-
-
 # GeForce GPUs since Ampere: 512 operations per clock and multiprocessor. SMs and boost clocks are NVIDIA's.
 EXAMPLES = {
     6: ExampleGpu("RTX 3050 6 GB", 18 * 1.47 * 0.512, 168e9),
     8: ExampleGpu("RTX 4060", 24 * 2.46 * 0.512, 272e9),
     12: ExampleGpu("RTX 3060", 28 * 1.78 * 0.512, 360e9),
     16: ExampleGpu("RTX 4060 Ti 16 GB", 34 * 2.54 * 0.512, 288e9),
-    24: ExampleGpu("RTX 4090", 165.0, 1008e9),
+    24: RTX_4090,
 }
 
 
@@ -250,15 +233,16 @@ def file_for(variant: str, width: int, height: int) -> str:
     return nearest.name.removeprefix("SANA ")
 
 
-def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> float:
+def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> list[float]:
     """Return the predicted seconds of sampling and decoding an image, with loaded models and an encoded prompt.
 
-    Steps and guidance are the model's defaults.
+    The first value is for a fast host, the second one for a slow host. Steps and guidance are the model's defaults.
     """
     model = VARIANTS[variant]
     steps, passes = (SPRINT_DEFAULTS.steps, 1) if model.guidance_embeds else (DEFAULTS.steps, 2)
     step = work_of(model, width // DOWNSCALE, height // DOWNSCALE, passes, 1, torch.bfloat16.itemsize)
-    return steps * step.seconds(gpu.speed, 1) + decode_work(width, height).seconds(gpu.speed, 1)
+    decode = decode_work(width, height)
+    return [steps * step.seconds(speed, 1) + decode.seconds(speed, 1) for speed in gpu.speeds]
 
 
 def decode_work(width: int, height: int) -> Work:
@@ -268,9 +252,9 @@ def decode_work(width: int, height: int) -> Work:
     return Work(launches, DECODE_FLOPS * pixels, DECODE_PRODUCT_BYTES * pixels, DECODE_OTHER_BYTES * pixels)
 
 
-def as_seconds(seconds: float) -> str:
-    """Return `seconds` with two digits: a prediction is not more precise."""
-    return f"{float(f'{seconds:.2g}'):g} s"
+def as_seconds(seconds: list[float]) -> str:
+    """Return `seconds` with two digits each: a prediction is not more precise. Equal values are one."""
+    return " to ".join(dict.fromkeys(f"{float(f'{value:.2g}'):g}" for value in seconds)) + " s"
 
 
 def smallest_gpu(model: Released) -> int | None:

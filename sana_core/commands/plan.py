@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,7 @@ from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
 from ..runtime.text import write_lines
-from ..split.cost import GPU_SPEEDS, LEAST_GAIN, LINKS, Cost, split_cost
+from ..split.cost import LEAST_GAIN, LINKED, LINKS, Cost, split_cost
 from ..split.speed import probe
 from ..video.memory import VideoPlan, plan_video
 
@@ -41,7 +42,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a GPU without bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default=VAE)
     parser.add_argument("--split", type=int, metavar="N", help="predict what N GPUs gain that share an image")
-    parser.add_argument("--link", choices=LINKS, help="for --split, as published; default: this machine's, measured")
+    parser.add_argument(
+        "--link",
+        choices=LINKS,
+        help="for --split: published speeds of this link and its GPUs; default: this machine's, measured",
+    )
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
 
@@ -76,9 +81,10 @@ def run(arguments: argparse.Namespace) -> None:
         sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
         options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
         plan = plan_memory(fitting.variant, *image, arguments.batch, gpu.dtype, **options)
-    cost = None if arguments.split is None else find_cost(arguments, DTYPES[gpu.dtype])
+    costs = [] if arguments.split is None else find_costs(arguments, DTYPES[gpu.dtype])
     if arguments.json:
-        shared = {} if cost is None else {"split": {**cost._asdict(), "gain": cost.gain}}
+        names = "split", "split_slow_host"
+        shared = {name: {**cost._asdict(), "gain": cost.gain} for name, cost in zip(names, costs, strict=False)}
         write_lines(*json.dumps({**plan, **shared, "answer": sentence}, indent=2).splitlines())
         return
     lines = [sentence, "", f"{'GB (10^9 bytes)':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
@@ -89,8 +95,8 @@ def run(arguments: argparse.Namespace) -> None:
     lines.append(f"The stages run one after another, so it {fitting_cards(plan)}. {gpu.describe()}")
     if arguments.variant is None:
         lines += ["", *columns(model_table()), PREDICTED]
-    if cost is not None:
-        lines += describe(cost)
+    if costs:
+        lines += describe(costs)
     write_lines(*lines)
 
 
@@ -112,10 +118,13 @@ def columns(rows: list[list[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def find_cost(arguments: argparse.Namespace, dtype: torch.dtype) -> Cost:
-    """Return the cost of sharing an image. Raises InputError without a link if this machine has no two devices."""
+def find_costs(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Cost]:
+    """Return the cost of sharing an image, measured on this machine. With a link, predicted for a fast and a slow host.
+
+    Raises InputError without a link if this machine has no two devices.
+    """
     if arguments.link is not None:
-        gpu, link = GPU_SPEEDS[arguments.link], LINKS[arguments.link]
+        gpus, link = list(LINKED[arguments.link].speeds), LINKS[arguments.link]
     else:
         devices = local_devices(None)
         if len(devices) < 2:
@@ -123,16 +132,22 @@ def find_cost(arguments: argparse.Namespace, dtype: torch.dtype) -> Cost:
                 f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
             )
         gpu, link = probe(devices, dtype)
+        gpus = [gpu]
     size = arguments.width, arguments.height
-    return split_cost(arguments.variant, size, arguments.split, gpu, link, element=dtype.itemsize)
+    return [split_cost(arguments.variant, size, arguments.split, gpu, link, element=dtype.itemsize) for gpu in gpus]
 
 
-def describe(cost: Cost) -> list[str]:
-    """Return lines about an image that several devices share."""
-    together = cost.computing + cost.exchanging
+def describe(costs: list[Cost]) -> list[str]:
+    """Return lines about an image that several devices share. The last one of `costs` is for the slowest host."""
+    cost = costs[0]
+
+    def span(value: Callable[[Cost], float], digits: int) -> str:
+        return " to ".join(dict.fromkeys(f"{value(cost):.{digits}f}" for cost in costs))
+
     lines = [
         f"{cost.devices} devices share an image{', the two prompts apart' if cost.groups > 1 else ''}: a guided step "
-        f"takes {together * 1e3:.1f} ms, on one {cost.alone * 1e3:.1f} ms, {cost.gain:.2f} times as fast",
+        f"takes {span(lambda cost: 1e3 * (cost.computing + cost.exchanging), 1)} ms, on one "
+        f"{span(lambda cost: 1e3 * cost.alone, 1)} ms, {span(lambda cost: cost.gain, 2)} times as fast",
         f"each launches {cost.launches} and moves {cost.moved / 1e9:.1f} GB, one alone {cost.launches_alone} and "
         f"{cost.moved_alone / 1e9:.1f} GB",
         "they exchange nothing but the result of each step"
@@ -141,8 +156,11 @@ def describe(cost: Cost) -> list[str]:
         f"and {cost.row_bytes / 1e6:.2f} MB for a neighbour",
         "each device holds all the weights",
     ]
-    if cost.gain < LEAST_GAIN:
-        lines.append("it does not pay: use fewer devices, or a larger image")
+    if cost != costs[-1]:
+        lines.insert(1, "two values are for a fast and a slow CPU")
+    if costs[-1].gain < LEAST_GAIN:
+        host = "with a slow CPU " if cost.gain >= LEAST_GAIN else ""
+        lines.append(f"{host}it does not pay: use fewer devices, or a larger image")
     return lines
 
 

@@ -3,11 +3,12 @@
 H100 SXM: measured on one GPU (benchmarks/gpu/nvidia-h100-80gb-hbm3.json). A product in bf16 reaches 735 TFLOP/s, of 989
 published. A step of the 1.6B model at 4096 px takes 172 ms, so the kernels between the products move their 55 GB at
 1.13 TB/s, of 3.35 published. With these two rates, the prediction for the kernels of a step at 1024 px is 10.7 ms,
-which equals the measured time. That step spends 12.1 ms in Python, 42 us for each of its 287 launches. NVLink: 900 GB/s
-for both directions together (NVIDIA H100 data sheet).
-RTX 4090: published figures, 165 TFLOP/s dense in bf16 with fp32 sums, and 1008 GB/s (NVIDIA Ada whitepaper). The time
-of a launch is the H100 machine's. Without peer access, a copy passes the host's memory and uses PCIe twice. PCIe 4.0
-with 8 lanes has 15.75 GB/s (PCI-SIG), so a copy has half of that.
+which equals the measured time. NVLink: 900 GB/s for both directions together (NVIDIA H100 data sheet).
+GeForce: published figures (NVIDIA Ada whitepaper), of which the H100's share of products is assumed. Without peer
+access, a copy passes the host's memory and uses PCIe twice. PCIe 4.0 with 8 lanes has 15.75 GB/s (PCI-SIG), so a copy
+has half of that.
+Host: a launch took Python 42 us on one machine with an H100 (12.1 ms for the 287 launches of the 1.6B model at 1024 px)
+and 87 us on another (34 ms for the 391 launches of the 0.6B model at 512 px). So a prediction has two values.
 The latency of a link is an assumption. It includes the launch of the copy and the wait for the other threads. Launches
 and bytes are counted for the fused kernels. Tests compare them with tests/fake_accelerator.py.
 """
@@ -31,6 +32,11 @@ LEAST_GAIN = 1.2
 # Kernel launches: outside the blocks, in a block, and of the norms of query and key in a block. A block of a shard has
 # SHARDED more, and another one for each other member.
 OUTSIDE, BLOCK, NORMS, SHARDED = 27, 13, 3, 4
+# Seconds of Python for a launch, on a fast host and on a slow one.
+LAUNCHES = (42e-6, 87e-6)
+# The share of the published TFLOP/s that an H100 reaches in a product. GeForce GPUs are assumed to reach the same share
+# of both published rates.
+REACHED = 0.74
 
 
 class Link(NamedTuple):
@@ -53,8 +59,29 @@ class GpuSpeed(NamedTuple):
     launch: float
 
 
+class ExampleGpu(NamedTuple):
+    """A GPU that is sold."""
+
+    name: str
+    # Published TFLOP/s, dense in bf16 with fp32 sums, and bytes per second.
+    tflops: float
+    bandwidth: float
+    # Shares of the published rates that products and the kernels between them reach.
+    product_share: float = REACHED
+    bandwidth_share: float = REACHED
+
+    @property
+    def speeds(self) -> tuple[GpuSpeed, GpuSpeed]:
+        """The speed on a fast host and on a slow one."""
+        rates = self.product_share * self.tflops, self.bandwidth_share * self.bandwidth
+        return GpuSpeed(*rates, LAUNCHES[0]), GpuSpeed(*rates, LAUNCHES[1])
+
+
+H100 = ExampleGpu("H100", 989.0, 3.35e12, 735 / 989, 1.13 / 3.35)
+RTX_4090 = ExampleGpu("RTX 4090", 165.0, 1008e9)
 LINKS = {"nvlink": Link(450e9, 10e-6), "pcie": Link(15.75e9 / 2, 50e-6)}
-GPU_SPEEDS = {"nvlink": GpuSpeed(735.0, 1.13e12, 42e-6), "pcie": GpuSpeed(165.0, 1.008e12, 42e-6)}
+# The GPU of each link.
+LINKED = {"nvlink": H100, "pcie": RTX_4090}
 
 
 class Work(NamedTuple):

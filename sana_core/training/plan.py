@@ -38,7 +38,7 @@ from ..model.known_models import (
 )
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
-from ..split.cost import position_flops
+from ..split.cost import H100, RTX_4090, position_flops
 from ..split.speed import SIDE, seconds_of
 from .images import shapes_at
 from .memory_counter import CountCache, Report, StepMemory, count_optimizer, count_step
@@ -58,8 +58,6 @@ EMBEDDED = 4096
 GATHERED = 3
 # Share of a GPU's peak that a step is assumed to reach.
 REACHED = 0.4
-# Published TFLOP/s, dense in bf16 with fp32 sums.
-GPUS = {"H100": 989.0, "RTX 4090": 165.0}
 
 
 class Base(NamedTuple):
@@ -354,12 +352,12 @@ def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int
 
 
 def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> list[str]:
-    """Return the time of the steps of each phase on `cards` GPUs of each kind in GPUS."""
+    """Return the time of the steps of each phase on `cards` GPUs of each kind."""
     lines = []
     for number, phase in enumerate(settings.phase, 1):
         operations = step_operations(settings, base, phase)
         times = []
-        for name, tflops in GPUS.items():
+        for name, tflops, *_ in (H100, RTX_4090):
             seconds = operations / (tflops * 1e12 * REACHED * cards)
             total = "" if phase.steps is None else f", {clock(max(1.0, seconds * phase.steps))} in all"
             duration = f"{seconds:.2g} s" if seconds >= 0.01 else "less than 0.01 s"

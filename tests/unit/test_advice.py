@@ -10,11 +10,12 @@ from setup import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from sana_core import advice
+from sana_core.__main__ import main
 from sana_core.checkpoints.downloads import DOWNLOADS
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, quantised_parameters, transformer_parameters
 from sana_core.model.known_models import DECODERS, GPU_SIZES, VARIANTS
-from sana_core.split.cost import GPU_SPEEDS, work_of
+from sana_core.split.cost import H100, REACHED, RTX_4090, work_of
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_quantised_parameters_are_the_layers_that_the_loader_quantises():
 
 def test_predicted_seconds_are_near_the_h100s():
     parts = json.loads((ROOT / "benchmarks/gpu/nvidia-h100-80gb-hbm3.json").read_text())["parts"]
-    speed = GPU_SPEEDS["nvlink"]
+    speed = H100.speeds[0]
     for pixels in (1024, 4096):
         step = work_of(VARIANTS["1.6B"], pixels // 32, pixels // 32, 2, 1, 2).seconds(speed, 1)
         assert step == pytest.approx(parts["step"][f"1.6B {pixels} px, pack"]["ms"] / 1e3, rel=0.05)
@@ -106,7 +107,20 @@ def test_predicted_seconds_are_near_the_h100s():
             parts["decode with the former depthwise kernel"][f"decode {pixels} px, auto in None"]["ms"] / 1e3, rel=0.1
         )
     share = parts["begin"]["product of bf16"]["tflops"] / 989
-    assert pytest.approx(share, abs=0.005) == advice.REACHED
+    assert pytest.approx(share, abs=0.005) == REACHED
+
+
+def test_a_step_of_a_gpu_takes_as_long_in_the_tables_as_in_plan(capsys):
+    size = ["--width", "1024", "--height", "1024"]
+    assert main(["plan", "0.6B", *size, "--split", "2", "--link", "pcie", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    decode = [advice.decode_work(1024, 1024).seconds(speed, 1) for speed in RTX_4090.speeds]
+    alone = [plan[host]["alone"] for host in ("split", "split_slow_host")]
+    seconds = [20 * step + last for step, last in zip(alone, decode, strict=True)]
+    assert advice.image_seconds(RTX_4090, "0.6B", 1024, 1024) == pytest.approx(seconds)
+    # Only a fast GPU waits for a slow CPU.
+    assert advice.as_seconds(advice.image_seconds(RTX_4090, "0.6B", 1024, 1024)) == "0.51 to 0.77 s"
+    assert advice.as_seconds(advice.image_seconds(advice.EXAMPLES[8], "0.6B", 1024, 1024)) == "2.6 s"
 
 
 def test_the_work_of_a_decode_is_what_was_counted():
@@ -124,7 +138,7 @@ def test_a_faster_gpu_and_a_smaller_image_take_less_time():
     slow, fast = advice.EXAMPLES[6], advice.EXAMPLES[24]
     for model in advice.MODELS:
         size = (model.variant, model.pixels, model.pixels)
-        assert advice.image_seconds(fast, *size) < 0.3 * advice.image_seconds(slow, *size)
+        assert advice.image_seconds(fast, *size)[1] < 0.3 * advice.image_seconds(slow, *size)[0]
     sizes = [advice.image_seconds(slow, "1.6B", side, side) for side in (512, 1024, 2048, 4096)]
     assert sizes == sorted(sizes)
 
@@ -161,8 +175,8 @@ def test_the_numbers_in_the_text_of_a_readme_are_predicted(readme):
     fp32 = advice.fit(advice.gpu_of(8 * 2**30, bf16=False), "1.6B", 1024, 1024).plan["text"]
     strips = advice.fit(advice.sold_gpu(8), "1.6B", 4096, 4096).plan["decode"]
     encoder, decode = ((stage["weights"] + stage["activations"]) / 1e9 for stage in (fp32, strips))
-    slower = advice.image_seconds(advice.EXAMPLES[24], "1.5-4.8B", 1024, 1024)
-    slower /= advice.image_seconds(advice.EXAMPLES[24], "1.6B", 1024, 1024)
+    slower = advice.image_seconds(RTX_4090, "1.5-4.8B", 1024, 1024)[0]
+    slower /= advice.image_seconds(RTX_4090, "1.6B", 1024, 1024)[0]
     numbers = (
         f"{advice.MODELS[-1].download:.1f} GB",
         f"{encoder:.1f} GB",
