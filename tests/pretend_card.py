@@ -361,6 +361,8 @@ class Cards(TorchFunctionMode):
             return leaf
 
         bare, named = mapped(plain, (args, kwargs))
+        # Only a driver can pin memory.
+        named.pop("pin_memory", None)
         if self.device(kwargs.get("device")) is not None:
             named["device"] = CPU
         if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):

@@ -22,6 +22,7 @@ from ..runtime.checks import RENAME, check_text
 from ..runtime.text import brief, shown
 from .files import REDOWNLOAD, opened, parse_json, read_json
 from .pickled import EMA, list_pickled, read_pickled
+from .tensor_reader import TensorReader
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,7 +53,7 @@ LARGEST_SIDE = 2**40
 MOST_SHARDS = 1000
 # JSON can contain half of a surrogate pair. No encoding can write it.
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Numbers of a tensor that are read and compared at once.
+# Numbers of a tensor that are compared at once.
 PART = 2**22
 # The header of a written file has a multiple of this many bytes, so that the tensors after it are aligned.
 HEADER_ALIGNMENT = 8
@@ -175,51 +176,29 @@ def read_sharded(index: Path) -> Weights:
     return Weights({name: shards[shard][name] for name, shard in weight_map.items()}, {})
 
 
-def read_file(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
+def read_file(
+    file: Path,
+    names: Collection[str] | None = None,
+    half: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a file whose header was read. `names` selects some of them.
 
-    With `half`, float32 tensors become bfloat16 if bfloat16 has the same numbers. The file is not mapped into memory: a
-    program that shortens a mapped file ends this process with SIGBUS, and a program that writes into it changes the
-    model.
+    `half`, `dtype`, `device`: see `TensorReader`. The file is not mapped into memory: a program that shortens a mapped
+    file ends this process with SIGBUS, and a program that writes into it changes the model.
     """
     if file.suffix.lower() in PICKLED:
-        tensors = read_pickled(file, mapped=False, names=names)
-        if half:
-            # One at a time, so that a float32 tensor is freed before the next one is converted.
-            for name in tensors:
-                tensors[name] = exact_half(tensors[name])
-        return tensors
+        return read_pickled(file, mapped=False, names=names, half=half, dtype=dtype, device=device)
     headers = read_header(file).headers
-    tensors = {}
-    with opened(file) as (stream, size):
+    with opened(file) as (stream, _):
         start = 8 + int.from_bytes(stream.read(8), "little")
-
-        def read_into(tensor: torch.Tensor) -> None:
-            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            if len(room) and stream.readinto(room) != len(room):
-                raise broken(file, size, "it was shortened while it was read")
-
-        # All tensors share two buffers. New ones for each tensor would fragment the memory.
-        buffers = torch.empty(2, PART if half else 0)
-        for name, header in headers.items():
-            if names is not None and name not in names:
-                continue
-            tensor = None
-            if half and header.dtype == torch.float32:
-                stream.seek(start + header.begin)
-                tensor = torch.empty(header.shape, dtype=torch.bfloat16)
-                for numbers in tensor.view(-1).split(PART):
-                    part, again = buffers[:, : numbers.numel()]
-                    read_into(part)
-                    if not torch.equal(again.copy_(numbers.copy_(part)), part):
-                        tensor = None
-                        break
-            if tensor is None:
-                stream.seek(start + header.begin)
-                tensor = torch.empty(header.shape, dtype=header.dtype)
-                read_into(tensor)
-            tensors[name] = tensor
-    return tensors
+        reader = TensorReader(file, stream, half, dtype, device)
+        return {
+            name: reader.read(start + header.begin, header.size, header.dtype).view(header.shape)
+            for name, header in headers.items()
+            if names is None or name in names
+        }
 
 
 def exact_half(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -259,9 +260,9 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor with NaN or infinity. Each of them makes a sum non-finite."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return
-    # Parts, because torch sums in float32 on a float32 copy of the whole tensor.
-    parts = tensor.flatten().split(COMPARED)
-    if not all(torch.isfinite(part.sum(dtype=torch.float32)) for part in parts):
+    # Parts, because torch sums in float32 on a float32 copy of the whole tensor. A GPU is waited for once.
+    parts = [part.sum(dtype=torch.float32) for part in tensor.flatten().split(COMPARED)]
+    if not torch.stack(parts).isfinite().all():
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
             raise CheckpointError(
@@ -270,22 +271,32 @@ def check_finite(name: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def load_part(
-    part: Checkpoint, dtype: torch.dtype, read: Reader = read_file, resolution: int | None = None
+    part: Checkpoint,
+    dtype: torch.dtype,
+    reader: Reader | None = None,
+    resolution: int | None = None,
+    device: str | torch.device = "cpu",
 ) -> torch.nn.Module:
-    """Return the library's module of `part` in `dtype`. `read` reads the tensors from the file.
+    """Return the library's module of `part` in `dtype`. `reader` replaces `read_file`.
 
     `resolution` (pixels) overrides the resolution of `part`.
     """
     layers = quantised_layers(part)
+    if reader is None:
+        # Layers are dequantised on the CPU, from scales as they are in the file. float16 would make large numbers
+        # infinite before they are checked.
+        is_plain = not layers and dtype in (torch.bfloat16, torch.float32)
+        reader = partial(read_file, dtype=dtype, device=device) if is_plain else read_file
     module = build_module(part, resolution)
-    tensors, parameters = component_tensors(part, read), dict(module.named_parameters())
+    tensors, parameters = component_tensors(part, reader), dict(module.named_parameters())
     tensors.pop(FP8_FILE, None)
     check_names(part.name, "unexpected", {f"{layer}.weight" for layer in layers} - parameters.keys())
     for layer, form in layers.items():
         key = f"{layer}.weight"
         tensors[key] = dequantised(form, layer_tensors(tensors, layer), parameters[key].shape).to(dtype)
     fill_module(module, tensors, part.name, lambda key: dtype)
-    return module
+    # The module has buffers that are not in the file.
+    return module.to(device)
 
 
 def load_transformer(
@@ -308,7 +319,7 @@ def load_transformer(
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
         return module  # type: ignore[return-value]
-    return load_part(part, dtype, resolution=resolution).to(device)  # type: ignore[return-value]
+    return load_part(part, dtype, resolution=resolution, device=device)  # type: ignore[return-value]
 
 
 def load_video_transformer(
@@ -320,7 +331,7 @@ def load_video_transformer(
     the file is not a complete SANA-Video transformer, and VersionError if diffusers does not have its class yet.
     """
     part = follow(find_part(inspect_checkpoint(path), "video_transformer"), reference)
-    return load_part(part, dtype).to(device)  # type: ignore[return-value]
+    return load_part(part, dtype, device=device)  # type: ignore[return-value]
 
 
 def load_controlnet(
@@ -336,7 +347,7 @@ def load_controlnet(
     if `reference` is "nvidia" and the file does not have this block.
     """
     part = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
-    return load_part(part, dtype).to(device)  # type: ignore[return-value]
+    return load_part(part, dtype, device=device)  # type: ignore[return-value]
 
 
 def load_autoencoder(
@@ -347,7 +358,7 @@ def load_autoencoder(
     Raises CheckpointError, MissingFileError or ReadError, with the file's name, if the file is not a complete SANA
     DC-AE.
     """
-    autoencoder = load_part(find_part(inspect_checkpoint(path), "autoencoder"), dtype).to(device)
+    autoencoder = load_part(find_part(inspect_checkpoint(path), "autoencoder"), dtype, device=device)
     arrange_convolutions(autoencoder)
     return autoencoder  # type: ignore[return-value]
 
@@ -363,5 +374,5 @@ def load_text_encoder(
     checkpoint = inspect_checkpoint(path)
     part = find_part(checkpoint, "text_encoder")
     tokenizer = load_tokenizer(part)
-    model: Any = load_part(part, dtype).to(device)
+    model: Any = load_part(part, dtype, device=device)
     return TextEncoder(tokenizer, model, text_reference(checkpoint, reference))

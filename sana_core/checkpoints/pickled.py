@@ -14,7 +14,7 @@ from io import BufferedReader
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from ..errors import CheckpointError, ReadError
 from ..runtime.text import brief, shown
 from .files import REDOWNLOAD, opened
+from .tensor_reader import TensorReader
 
 # Bytes of the pickle, and of the archive's table.
 LARGEST_PICKLE = LARGEST_TABLE = 16_000_000
@@ -94,34 +95,30 @@ class PickledWeights(NamedTuple):
 
 
 def read_pickled(
-    file: Path, mapped: bool = True, names: Collection[str] | None = None, ema: bool = False
+    file: Path, mapped: bool = True, names: Collection[str] | None = None, ema: bool = False, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of NVIDIA's .pth, mapped into memory, or in memory of their own. `names` selects some of them.
 
-    `ema`: return the moving average of the weights.
+    `ema`: return the moving average of the weights. `options` of `TensorReader` are for tensors that are not mapped.
     """
     chosen = list_pickled(file, ema).tensors
     tensors: dict[str, torch.Tensor] = {}
-    storages: dict[Storage, torch.UntypedStorage] = {}
+    storages: dict[Storage, torch.Tensor] = {}
     with opened(file) as (stream, size):
         try:
             mapped_file = torch.UntypedStorage.from_file(str(file), False, size) if mapped else None
         except RuntimeError as error:
             raise ReadError(f"{shown(file)}: cannot be read ({brief(error)}); see its rights and its disk") from None
+        reader = TensorReader(file, stream, **options)
         for name, tensor in chosen.items():
             if names is not None and name not in names:
                 continue
-            storage = tensor.storage
-            if storage not in storages and mapped_file is not None and storage.size:
-                storages[storage] = mapped_file[storage.begin : storage.begin + storage.size]
-            elif storage not in storages:
-                numbers = torch.empty(storage.size, dtype=torch.uint8)
-                stream.seek(storage.begin)
-                if storage.size and stream.readinto(numbers.numpy().data) != storage.size:
-                    raise CheckpointError(f"{shown(file)}: was shortened while it was read; {REDOWNLOAD}")
-                storages[storage] = numbers.untyped_storage()
-            empty = torch.empty(0, dtype=storage.dtype)
-            tensors[name] = empty.set_(storages[storage], tensor.offset, tensor.shape, tensor.stride)
+            begin, end, dtype = tensor.storage.begin, tensor.storage.begin + tensor.storage.size, tensor.storage.dtype
+            if tensor.storage not in storages and mapped_file is not None and tensor.storage.size:
+                storages[tensor.storage] = torch.empty(0, dtype=dtype).set_(mapped_file[begin:end])
+            elif tensor.storage not in storages:
+                storages[tensor.storage] = reader.read(begin, tensor.storage.size, dtype)
+            tensors[name] = storages[tensor.storage].as_strided(tensor.shape, tensor.stride, tensor.offset)
     return tensors
 
 
