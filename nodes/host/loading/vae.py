@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import comfy.model_management
 import comfy.model_patcher
@@ -223,7 +224,7 @@ def load_vae(source: Source) -> comfy.sd.VAE:
     # These layers are not ComfyUI's and do not use dynamic VRAM. Strips use each weight many times, so all 0.6 GB stay
     # on the device.
     with Polled(comfy.model_management.throw_exception_if_processing_interrupted):
-        autoencoder = load_part(part, dtype, read)
+        autoencoder = load_part(part, dtype, partial(read, dtype=dtype))
     autoencoder.__class__ = SanaAutoencoder
     comfy.model_management.archive_model_dtypes(autoencoder)
 

@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from ....sana_core.checkpoints import Checkpoint
 
 
-def read(file: Path, names: Collection[str] | None = None, half: bool = False) -> dict[str, torch.Tensor]:
+def read(
+    file: Path, names: Collection[str] | None = None, half: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Return the tensors of `file` as `read_file` does.
 
     With dynamic VRAM, ComfyUI maps .safetensors files and streams weights from the mapped file to the GPU. The result
-    then has all tensors of the file, even if `names` are fewer.
+    then has all tensors of the file, even if `names` are fewer, and `dtype` has no effect.
     """
     is_dynamic = comfy.model_patcher.CoreModelPatcher is not comfy.model_patcher.ModelPatcher
     if is_dynamic and file.suffix.lower() in SAFETENSORS:
         tensors = comfy.utils.load_torch_file(str(file))
         return {name: exact_half(tensor) for name, tensor in tensors.items()} if half else tensors
-    return read_file(file, names, half)
+    return read_file(file, names, half, dtype)
 
 
 def load_component(
