@@ -14,11 +14,11 @@ FROZEN_MODULES = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items):
-    """Unit tests first: some fork, and a fork dies where a test of a cluster has left threads of gRPC.
+    """Unit tests and fuzzing first: some fork, and a fork dies where a test of a cluster has left threads of gRPC.
 
     Browser tests are next. At the end, one worker would run the templates while the other has nothing left to run.
     """
-    order = ["unit", "browser"]
+    order = ["unit", "fuzz", "browser"]
 
     def place(item):
         folder = item.path.relative_to(ROOT / "tests").parts[0]

@@ -201,15 +201,15 @@ def set_data(tensor, value):
     tensor.fake_device = value.fake_device
 
 
-def read_shapes(file, names=None):
-    """The tensors of a file, of which only the header is read."""
+def read_shapes(file, names=None, dtype=None):
+    """The tensors of a file, of which only the header is read, in the dtype of the file."""
     headers = pack("sana_core.checkpoints.headers").read_header(file).headers
     return {
         name: torch.empty(headers[name].shape, dtype=headers[name].dtype, device="meta") for name in names or headers
     }
 
 
-def read_numbers(file, names=None):
+def read_numbers(file, names=None, dtype=None):
     """The tensors of a file, for what cannot be loaded without: what quantises looks at them."""
     return {name: tensor for name, tensor in load_file(file).items() if names is None or name in names}
 

@@ -275,9 +275,9 @@ def load_part(
     dtype: torch.dtype,
     reader: Reader | None = None,
     resolution: int | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> torch.nn.Module:
-    """Return the library's module of `part` in `dtype`. `reader` replaces `read_file`.
+    """Return the library's module of `part` in `dtype`, on `device` if it is not None. `reader` replaces `read_file`.
 
     `resolution` (pixels) overrides the resolution of `part`.
     """
@@ -286,7 +286,7 @@ def load_part(
         # Layers are dequantised on the CPU, from scales as they are in the file. float16 would make large numbers
         # infinite before they are checked.
         is_plain = not layers and dtype in (torch.bfloat16, torch.float32)
-        reader = partial(read_file, dtype=dtype, device=device) if is_plain else read_file
+        reader = partial(read_file, dtype=dtype, device=device or "cpu") if is_plain else read_file
     module = build_module(part, resolution)
     tensors, parameters = component_tensors(part, reader), dict(module.named_parameters())
     tensors.pop(FP8_FILE, None)
@@ -296,7 +296,7 @@ def load_part(
         tensors[key] = dequantised(form, layer_tensors(tensors, layer), parameters[key].shape).to(dtype)
     fill_module(module, tensors, part.name, lambda key: dtype)
     # The module has buffers that are not in the file.
-    return module.to(device)
+    return module if device is None else module.to(device)
 
 
 def load_transformer(

@@ -289,12 +289,12 @@ def test_weights_in_ram_are_counted_until_their_memory_is_freed(cards):
     assert cards.peak_in_ram == 1600
 
 
-def test_a_model_that_is_loaded_on_two_gpus_in_turn_is_in_ram_once(cards):
+def test_a_model_that_is_loaded_on_two_gpus_is_never_whole_in_ram(cards):
     size = sum(weight.nbytes for weight in load_transformer(TINY).parameters())
     cards.peak_in_ram = cards.weights_in_ram
     assert cards.weights_in_ram == 0
     models = [load_transformer(TINY, device) for device in ("cuda:0", "cuda:1")]
-    assert cards.peak_in_ram == size and cards.weights_in_ram == 0
+    assert cards.peak_in_ram < size / 10 and cards.weights_in_ram == 0
     assert cards.alive[FIRST] >= size and cards.alive[SECOND] >= size
     del models
     both = [load_transformer(TINY) for _ in range(2)]
