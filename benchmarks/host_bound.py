@@ -170,10 +170,7 @@ def main() -> None:
                 make_job(Path(base) / name), processes, options.rounds, options.seconds
             )
         processes.end()
-    if options.show:
-        sys.stdout.write(f"{figures}\n")
-    else:
-        write(__file__, figures)
+    write(__file__, figures, only_print=options.show)
 
 
 if __name__ == "__main__":

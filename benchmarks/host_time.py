@@ -221,10 +221,7 @@ def main() -> None:
         for name, blocks in BLOCKS.items():
             save_transformer(Path(base) / name, blocks)
             figures[f"{name}, {blocks} blocks"] = compare(Path(base) / name, options.rounds)
-    if options.show:
-        sys.stdout.write(f"{figures}\n")
-    else:
-        write(__file__, figures)
+    write(__file__, figures, only_print=options.show)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,11 @@ def printed_by(test: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def write(benchmark: str, figures: dict[str, Any]) -> None:
+def write(benchmark: str, figures: dict[str, Any], only_print: bool = False) -> None:
     """Write the description and `figures` to the .json beside the file `benchmark`, and print them."""
     text = json.dumps({**description(), **figures}, indent=2) + "\n"
-    Path(benchmark).with_suffix(".json").write_text(text)
+    if not only_print:
+        Path(benchmark).with_suffix(".json").write_text(text)
     sys.stdout.write(text)
 
 

@@ -357,6 +357,7 @@ def place(file: File, written: dict[str, Json], columns: str) -> list[Json]:
     for stack, width, height in zip(stacks, widths, heights, strict=True):
         right = (left + width - middle_x) * scale
         y = 0
+        # Below the messages. Above the minimap too, in the middle between both, if the column reaches that far right.
         if "note" in written and right > MESSAGE[0] and (stack is stacks[-1] or not stack[0][0]):
             y = max(0, round(middle_y + MESSAGE[1] / scale))
             free = (MINIMAP[1] - MESSAGE[1]) / scale if right > MINIMAP[0] else height
