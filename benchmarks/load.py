@@ -6,6 +6,7 @@ the file in the page cache.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from importlib.metadata import version
@@ -68,6 +69,8 @@ def write_file(folder: Path) -> Path:
     path = folder / "diffusion_pytorch_model.safetensors"
     save_file(tensors, path)
     model.save_config(folder)
+    # The disk must not write during the measurements.
+    os.sync()
     return path
 
 

@@ -92,6 +92,7 @@ def file_figures():
     yield f"{ours['seconds']:.2f} s | `load_file` and one reading: {theirs['seconds']:.2f} s |"
     yield f"| peak memory, of the file's size | {ours['peak_of_file']} | {theirs['peak_of_file']} |"
     yield f"| {results['ours, to fp32']['peak_of_file']}, of which 2 are the result | |"
+    yield f"beside reading it into new memory | x{load['times_as_fast']['read to a device']:.1f} |"
     memory = read("memory")
     ratios = [figure["measured_of_predicted"] for part in ("text", "transformer") for figure in memory[part].values()]
     yield f"Measured memory is {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
@@ -135,6 +136,15 @@ def batch_figures():
     yield f"| what the queue adds to chunks of 1 s | {100 * figures['overhead']['overhead']:.2f} % |"
     yield f"256, 128 px | x{speedup[256]:.2f}, x{speedup[128]:.2f} |"
     yield f"| the same at 128 px with two processes of Ray | x{figures['ray_speedup']['speedup']:.2f} |"
+    host_bound = read("host_bound")
+    sizes = [figure for name, figure in host_bound.items() if name.endswith("blocks")]
+    for kind in ("threads", "processes"):
+        gains = [next(figure[way] for way in figure if way.startswith(f"2 {kind}"))["median"] for figure in sizes]
+        yield f"two {kind} beside one | {', '.join(f'x{gain:.2f}' for gain in gains)} |"
+    yield f"GPUs that wait for the host: median of {host_bound['rounds']} rounds |"
+    simulated = figures["simulated_scaling"]["1.6B, 1024 px, 1 at once"]
+    for kind, name in (("threads", "threads of one process"), ("processes", "the same: a process for each")):
+        yield f"{name} | {', '.join(f'x{gain:.2f}' for gain in simulated[kind][1:])} |"
     simulation = figures["simulation"]
     efficiency = simulation["efficiency"]
     yield (
