@@ -160,10 +160,10 @@ def image_to_image(name: str) -> Template:
     )
     # Six columns have to be narrow.
     for names, width, room in (
-        ("negative sampler decode inpaint inpainted", 260, None),
-        ("prompt inpaint_prompt", 230, 100),
-        ("masked soft mask", 230, None),
-        ("save save_inpainted", 210, 225),
+        ("negative sampler decode inpaint inpainted", 252, None),
+        ("prompt inpaint_prompt", 225, 100),
+        ("masked soft mask", 225, None),
+        ("save save_inpainted", 231, 225),
     ):
         for node in names.split():
             nodes[node] = nodes[node]._replace(width=width, room=room)
