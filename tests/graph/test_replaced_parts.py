@@ -1,5 +1,7 @@
 """What other packs replace or ask of a MODEL is named or refused: forwards, classes, hooks on quantised weights."""
 
+from unittest import mock
+
 import layouts
 import pytest
 import torch
@@ -51,6 +53,41 @@ def test_a_class_that_a_pack_has_replaced_is_named(host, base_graph, node_texts)
     before = type(transformer)
     transformer.__class__ = of_a_pack(type("Changed", (before,), {}))
     assert "ComfyUI-Changer has replaced the class of the model" in lines_of(host, graph, node_texts)
+
+
+def test_blocks_that_a_pack_replaces_in_each_call_are_refused(host, base_graph, monkeypatch):
+    """As Apply First Block Cache of Comfy-WaveSpeed does (fbcache_nodes.py)."""
+
+    @of_a_pack
+    class CachedBlocks(torch.nn.Module):
+        pass
+
+    class Replace:
+        RETURN_TYPES, FUNCTION = ("MODEL",), "replace"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"model": ("MODEL",)}}
+
+        def replace(self, model):
+            model = model.clone()
+            transformer = model.get_model_object("diffusion_model")
+
+            def wrapper(apply_model, call):
+                with mock.patch.object(transformer, "transformer_blocks", torch.nn.ModuleList([CachedBlocks()])):
+                    return apply_model(call["input"], call["timestep"], **call["c"])
+
+            model.set_model_unet_function_wrapper(wrapper)
+            return (model,)
+
+    graph = base_graph(steps=1)
+    graph["replace"] = ("ReplaceBlocks", {"model": ["load", 0]})
+    graph["sample"][1]["model"] = ["replace", 0]
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "ReplaceBlocks", Replace)
+    with pytest.raises(NodeError, match="^model: got a node of ComfyUI-Changer that replaces all blocks in each call"):
+        host.run(graph)
+    graph["sample"][1]["model"] = ["load", 0]
+    assert host.run(graph)["latent"]["samples"].isfinite().all()
 
 
 @pytest.mark.parametrize("quantise", ["off", "int8"])

@@ -22,7 +22,7 @@ from ....sana_core.model.reference import model_timestep
 from ..compat.internals import prefetched_blocks
 from ..compat.patches import SPLIT
 from ..loading.weights import config_tensor
-from .core_nodes import note_unused
+from .core_nodes import note_unused, pack_of
 from .prompts import Prompt, PromptBatch, PromptCondition
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
@@ -56,6 +56,9 @@ class SanaDiffusionModel(SanaTransformer2DModel):
         guidance=None,
         **kwargs,
     ):
+        if not all(hasattr(block, "attn2") for block in self.transformer_blocks):
+            name = pack_of(type(self.transformer_blocks[0]))
+            raise InputError(f"model: got a node of {name} that replaces all blocks in each call; remove it")
         timesteps = model_timestep(self, timesteps, transformer_options.get(WHOLE_TIMESTEPS, False))
         if guidance is not None:
             guidance = guidance * self.config.guidance_embeds_scale
