@@ -7,7 +7,9 @@ other names, and often without a word about the format. A layer whose format is 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -74,19 +76,22 @@ def stated_forms(part: Checkpoint, scales: Mapping[str, Mapping[str, Header]]) -
 
     The names in a table may have another prefix than the tensors' names.
     """
-    layers = {name.removesuffix(".weight") for name in part.headers if name.endswith(".weight")}
-    written = {origin.name: name for name, origin in part.origins.items()}
+    # Name in the file, with and without its prefix, or diffusers' name: the layers that it became.
+    layers: defaultdict[str, set[str]] = defaultdict(set)
+    start = commonprefix([origin.name for origin in part.origins.values()]).rfind(".") + 1
+    for name, origin in part.origins.items():
+        if name.endswith(".weight"):
+            for spelling in (name, origin.name, origin.name[start:]):
+                layers[spelling.removesuffix(".weight")].add(name.removesuffix(".weight"))
     forms: dict[str, Any] = {}
     if TABLE in part.weights.metadata:
         entries = parse_json(part.weights.metadata[TABLE], f"{part.name}: {TABLE}").get("layers")
         if not isinstance(entries, dict):
             raise CheckpointError(f"{part.name}: {TABLE} has no table of layers; use the plain file")
         for name, form in entries.items():
-            inner = (written.get(f"{name}.weight") or name).removesuffix(".weight")
-            while inner not in layers and "." in inner:
-                inner = inner.partition(".")[2]
-            if inner in layers:
-                forms[inner] = form
+            while name not in layers and "." in name:
+                name = name.partition(".")[2]
+            forms |= dict.fromkeys(layers.get(name, ()), form)
     markers = {layer: part.origins[f"{layer}.comfy_quant"].name for layer in scales if "comfy_quant" in scales[layer]}
     for name in markers.values():
         header = part.weights.headers[name]

@@ -3,9 +3,11 @@
 The canvas and the commands give the same verdict. tests/written_by_tools.py generates the files.
 """
 
+import itertools
 import re
 import sys
 
+import layouts
 import pytest
 import torch
 from in_process import NodeError
@@ -27,6 +29,11 @@ PREFIXES = {
 LAYERS = {
     "transformer": ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.ff.conv_point"),
     "text_encoder": ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"),
+}
+# In NVIDIA's layout: diffusers' name of the layer, or of a part of it.
+NVIDIA = {
+    "blocks.1.mlp.point_conv.conv": "transformer_blocks.1.ff.conv_point",
+    "blocks.0.attn.qkv": "transformer_blocks.0.attn1.to_k",
 }
 WRONG = re.compile("download|expected one of .safetensors|Traceback", re.IGNORECASE)
 LAYER = "transformer_blocks.2.attn2.to_q"
@@ -67,11 +74,19 @@ def ways(host, checkpoint, tmp_path_factory):
     return read
 
 
-def generated(part, plain):
-    for prefix in PREFIXES[part]:
-        yield from comfyui_files(plain, LAYERS[part], [prefix])
-        yield from fp8_of_others(plain, LAYERS[part], prefix)
-        yield from foreign_files(plain, LAYERS[part], prefix)
+def generated(plain, layers, prefix):
+    yield from comfyui_files(plain, layers, [prefix])
+    yield from fp8_of_others(plain, layers, prefix)
+    yield from foreign_files(plain, layers, prefix)
+
+
+def generated_in_nvidia_s_layout(checkpoint):
+    plain = layouts.nvidia(sana_core.load_transformer(checkpoint))
+    for name, file in generated(plain, list(NVIDIA), "model.diffusion_model."):
+        if name.startswith(("mxfp8", "nvfp4")) or "blocks of scales" in name:
+            # Queries, keys and values share tiles or blocks of scales.
+            file = file._replace(error=r"attn.qkv.weight_scale\w* has \d+ rows, expected 3 equal parts")
+        yield f"NVIDIA's, {name}", file
 
 
 @pytest.mark.parametrize("part", PREFIXES)
@@ -79,7 +94,9 @@ def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokeni
     plain, config = component(checkpoint, part)
     plain = {name.removeprefix("model."): value for name, value in plain.items()}
     counts = {"right": 0, "refused": 0}
-    for name, file in generated(part, plain):
+    files = [generated(plain, LAYERS[part], prefix) for prefix in PREFIXES[part]]
+    files += [generated_in_nvidia_s_layout(checkpoint)] if part == "transformer" else []
+    for name, file in itertools.chain(*files):
         inner = "text_encoders." if any(key.startswith("text_encoders.") for key in file.tensors) else ""
         extra = {inner + key: value for key, value in tokenizer.items()} if part == "text_encoder" else {}
         on_canvas, by_command = ways(part, {**file.tensors, **extra}, {**file.metadata, "config": config})
@@ -89,7 +106,7 @@ def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokeni
             counts["refused"] += 1
             continue
         assert not isinstance(on_canvas, str) and not isinstance(by_command, str), (name, on_canvas, by_command)
-        for layer in LAYERS[part]:
+        for layer in NVIDIA.values() if name.startswith("NVIDIA's") else LAYERS[part]:
             expected = plain[f"{layer}.weight"].float()
             for module in (on_canvas, getattr(by_command, "model", by_command)):
                 weight = module.get_submodule(layer).weight
