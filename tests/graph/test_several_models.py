@@ -153,10 +153,12 @@ def test_a_second_model_of_a_split_image_is_computed_without_the_first_ones_repl
 def test_each_input_of_the_cached_prompts_is_part_of_their_key(host, second):
     """Exchange one input after another. The result is the same as without a cache."""
     prompts = pack("nodes.host.sampling.prompts")
-    attention = pack("sana_core.sampling.guidance").PerturbedAttention(3.0, frozenset({1}))
+    perturbed = pack("sana_core.sampling.guidance").PerturbedAttention
+    attention, further = perturbed(3.0, frozenset({1})), perturbed(3.0, frozenset({0, 1}))
     # Layers that cast their weights take inputs of any dtype.
     options = {"weight_dtype": "fp8_e5m2"}
     model, other = (host.output_of("SanaNodesLoader", model=name, **options) for name in ("sana-tiny", second))
+    nvidia = host.output_of("SanaNodesLoader", model="sana-tiny", reference="nvidia", **options)
     numbers = torch.Generator().manual_seed(0)
     embeds = [torch.randn(1, 7, model.model.diffusion_model.config.caption_channels, generator=numbers) for _ in "ab"]
     short = torch.tensor([[1.0] * 4 + [0.0] * 3])
@@ -172,6 +174,7 @@ def test_each_input_of_the_cached_prompts_is_part_of_their_key(host, second):
             "mask": [masked, second],
             "shared mask": [first, second.masked_like(masked)],
             "PAG": [first, second, first.perturb(attention)],
+            "another PAG": [first, second, first.perturb(further)],
         }
 
     def result(batch, patcher=model, shape=(4, 4), dtype=torch.float32, weights=None):
@@ -192,6 +195,7 @@ def test_each_input_of_the_cached_prompts_is_part_of_their_key(host, second):
     exchanged = {
         **{name: (name, {}) for name in family(True)},
         "model": ("base", {"patcher": other}),
+        "reference": ("base", {"patcher": nvidia}),
         "size": ("base", {"shape": (4, 6)}),
         "dtype": ("base", {"dtype": torch.bfloat16}),
     }
