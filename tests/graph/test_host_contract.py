@@ -151,9 +151,9 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     )
     assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat/internals.py"
     assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat/internals.py"
-    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/batch/replicas.py"
+    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/sampling/replicas.py"
     for name in ("hook_backup", "load_device", "offload_device", "parent", "patches", "patches_uuid"):
-        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/batch/replicas.py"
+        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/sampling/replicas.py"
 
 
 def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, checkpoint):

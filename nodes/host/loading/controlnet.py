@@ -17,11 +17,11 @@ from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.controlnet import control_residuals
 from ....sana_core.model.forward import prepare
 from ....sana_core.model.reference import AUTO, model_timestep
-from ..batch.replicas import clone_patcher
 from ..compat.internals import remember_loader
 from ..file_stats import Reloader
 from ..sampling.latents import latent_format
 from ..sampling.model import WHOLE_TIMESTEPS, timestep_scale
+from ..sampling.replicas import clone_patcher
 from .layers import keep_on_device
 from .weights import load_component
 
@@ -106,7 +106,7 @@ def encode_hints(controls: Iterable[SanaControlNet], model: ModelPatcher, shape:
     """Encode the control images of `controls` and of all ControlNets in their chains, for latents of `shape`.
 
     Returns latents in RAM, by the id of the ControlNet. ComfyUI would encode in the first step of each thread. It would
-    load the VAE then, and could move the weights of a model that is sampling in another thread.
+    load the VAE then, and could move the weights of the model that is sampling.
     """
     hints: dict[int, torch.Tensor] = {}
     for control in controls:
@@ -125,10 +125,7 @@ def encode_hints(controls: Iterable[SanaControlNet], model: ModelPatcher, shape:
 
 
 def control_on(control: SanaControlNet, device: torch.device, hints: dict[int, torch.Tensor]) -> SanaControlNet:
-    """Return a copy of `control` and its chain of ControlNets. Each thread needs a copy on its `device`.
-
-    `hints` are the results of `encode_hints`.
-    """
+    """Return a copy of `control` and its chain of ControlNets on `device`, with the results of `encode_hints`."""
     twin = control.deepclone_multigpu(device)
     twin.hint_latent = hints[id(control)]
     if control.previous_controlnet is not None:

@@ -23,11 +23,11 @@ from ....sana_core.runtime.device_team import DeviceThreads
 from ....sana_core.runtime.text import get_logger
 from ....sana_core.split.devices import Split
 from ....sana_core.split.speed import relative_speeds
-from ..batch.replicas import clone_patcher
 from ..compat.patches import SPLIT, unshared
 from ..folders import TWO_WORKERS, one_gpu_note
 from .guidance import require_images
 from .model import image_pixels
+from .replicas import clone_patcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
