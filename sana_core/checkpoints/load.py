@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -21,6 +19,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, VIDEOS, Transform
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
+from ..runtime.libraries import import_failure
 from ..runtime.text import Json, brief, first_few
 from .checkpoint import FP8_FILE, Checkpoint, Source, find_part
 from .configs import VIDEO2, count, resolution_config
@@ -44,8 +43,6 @@ OWN_FIELDS = ("reference", "flow_shift", "latent_scale", "preview", "sampler")
 
 # Held by the thread that constructs a module with empty parameters.
 CONSTRUCTION = threading.Lock()
-# Loggers that warn about torchao when diffusers is imported. No user can do anything about it.
-NOISY = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 
 def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Module:
@@ -116,24 +113,13 @@ def library_class(part: Checkpoint) -> Any:
     """
     if sys.flags.optimize > 1:
         raise VersionError("python: got -OO, which drops the docstrings that transformers reads at import; use -O")
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    collects = gc.isenabled()
-    # A third of the import would be searches for garbage, of which a million new objects have hardly any.
-    gc.disable()
-    try:
-        # Before the module is built, because diffusers turns any failed import into a RuntimeError.
-        import diffusers
-        from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel  # noqa: F401
-        from transformers import Gemma2Model
-    except Exception as error:
-        raise VersionError(
-            f"requirements: diffusers or transformers cannot be imported ({brief(error.__cause__ or error, 120)}); pip "
-            "install -r requirements.txt with the Python that runs this"
-        ) from None
-    finally:
-        if collects:
-            gc.enable()
+    # Before the module is built, because diffusers turns any failed import into a RuntimeError.
+    for name in ("diffusers", "transformers"):
+        if failure := import_failure(name):
+            raise failure
+    import diffusers
+    from transformers import Gemma2Model
+
     if part.kind == "text_encoder":
         return Gemma2Model
     is_ltx = part.variant.startswith("ltx-2")

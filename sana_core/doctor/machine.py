@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 import torch
@@ -11,11 +11,12 @@ import torch
 from ..cluster.connection import OLDEST_RAY
 from ..kernels.trial import refused_kernels
 from ..runtime.accelerator import current_accelerator, has_bf16, memory_info
+from ..runtime.libraries import COMPANIONS, import_failure, installed
 from .report import Report
 
 HERE = Path(__file__).parents[2]
 SECTION = "This machine"
-OLDEST_TORCH = "2.6"
+OLDEST_TORCH = "2.7"
 # Packages that are not in requirements.txt, but change how SANA runs.
 OPTIONAL = ("triton", "triton-windows", "xformers", "sageattention", "peft", "torchao")
 # Functions of torch that SANA uses, and that other packs are known to replace.
@@ -38,15 +39,24 @@ def describe_machine(report: Report) -> None:
 
 
 def check_versions(report: Report) -> None:
-    """Compare the installed packages with the requirements of this one."""
+    """Compare the installed packages with the requirements of this one, and import each of them."""
     from packaging.requirements import Requirement
 
+    companions = filter(installed, COMPANIONS)
     ray = (f"ray>={OLDEST_RAY}",) if installed("ray") else ()
-    for line in (f"torch>={OLDEST_TORCH}", *requirements(), *ray):
+    # {why a package cannot be imported: its name}. Packages that import it fail for the same reason.
+    failures: dict[str, str] = {}
+    for line in (f"torch>={OLDEST_TORCH}", *companions, *requirements(), *ray):
         requirement = Requirement(line)
         actual = torch.__version__ if requirement.name == "torch" else installed(requirement.name)
         right = bool(actual) and requirement.specifier.contains(actual, prereleases=True)
-        report.judge(SECTION, requirement.name, str(requirement.specifier), actual or "not installed", right)
+        got = actual or "not installed"
+        if right and (failure := import_failure(requirement.name)):
+            right, got = False, str(failure)
+            broken = failures.setdefault(got, requirement.name)
+            if broken != requirement.name:
+                got = f"{actual}, which needs {broken}"
+        report.judge(SECTION, requirement.name, str(requirement.specifier) or "any", got, right)
     for name in OPTIONAL:
         if actual := installed(name):
             report.note(SECTION, name, actual)
@@ -59,14 +69,6 @@ def requirements() -> list[str]:
         return file.read_text().split()
     # pip does not install the file, but records its lines. The requirements of extras have a marker.
     return [line for line in requires("sana-nodes") or () if ";" not in line]
-
-
-def installed(name: str) -> str:
-    """Return the version of an installed package, or an empty text."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def commit() -> str:

@@ -71,6 +71,43 @@ def test_an_old_torch_is_named(monkeypatch):
     assert faults(report) == {"torch": "2.5.1+cu124"}
 
 
+BROKEN = """raise RuntimeError(
+    "Detected that PyTorch and TorchAudio were compiled with different CUDA versions. PyTorch has CUDA version 13.2 "
+    "whereas TorchAudio has CUDA version 13.0. Please install the TorchAudio version that matches your PyTorch version."
+)"""
+
+
+def test_a_torchaudio_of_another_torch_is_named_with_its_remedy(tmp_path):
+    """transformers imports any torchaudio. Its error is the fourth of a chain."""
+    (tmp_path / "torchaudio").mkdir()
+    (tmp_path / "torchaudio" / "__init__.py").write_text(BROKEN)
+    record = tmp_path / "torchaudio-2.11.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torchaudio\nVersion: 2.11.0\n")
+    line = (
+        f"torchaudio: got 2.11.0, which cannot be imported with torch {torch.__version__} (RuntimeError: Detected that "
+        "PyTorch and TorchAudio were compiled with different CUDA versions. "
+    )
+    remedy = "); pip install -U torchaudio, or pip uninstall torchaudio if this ComfyUI starts without it"
+
+    def run(*arguments):
+        words = [sys.executable, "-m", "sana_core", *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        process = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert process.returncode == 1, process.stderr
+        return process
+
+    size = ("--width", 128, "--height", 128)
+    drawn = run("generate", "x", "--checkpoint", TINY, *size, "--out", tmp_path / "images")
+    assert drawn.stderr.startswith(line) and drawn.stderr.endswith(f"{remedy}\n") and drawn.stderr.count("\n") == 1
+    examined = run("doctor", "--device", "cpu", "--seconds", 0)
+    document = [row.split(" | ") for row in examined.stdout.splitlines() if row.endswith("WRONG |")]
+    got = {subject.removeprefix("| "): text for subject, _, text, _ in document}
+    assert got["torchaudio"].startswith(line) and got["torchaudio"].endswith(remedy)
+    assert got.keys() == {"torchaudio", "diffusers", "transformers"}
+    assert all(got[name].endswith(", which needs torchaudio") for name in ("diffusers", "transformers"))
+
+
 def test_an_installed_ray_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(machine, "OLDEST_RAY", "99.0")
     report = Report()
