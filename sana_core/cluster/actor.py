@@ -1,8 +1,8 @@
 """The Ray actor: a process with a GPU on a machine of a cluster. It keeps its models loaded between runs.
 
 Ray sends this module itself to the machines. The module imports the rest of the package only inside functions, because
-the code of a machine may differ, and the driver checks this first. Arguments and events are pickled here. So the
-process of Ray Client on the head does not unpickle them, and needs no torch.
+the code of a machine may differ, and the driver checks this first. Arguments and events are bytes for Ray, so that the
+process of Ray Client on the head needs no torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.cloudpickle import dumps, loads
+from msgpack import packb, unpackb
 
 PACKAGE = "sana_core"
 CODE = f"code of {PACKAGE}"
 # Their arithmetic affects the images.
 LIBRARIES = ("torch", "diffusers", "transformers")
+# The key of an array's dtype, shape and bytes in a message. No dict that is sent has bytes as a key.
+ARRAY = b"array"
 # Of the histogram of seconds per image.
 BOUNDARIES = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
 
@@ -33,6 +35,30 @@ def describe_code(folder: Path) -> dict[str, str]:
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return {CODE: digest.hexdigest()[:12], **{name: version(name) for name in LIBRARIES}}
+
+
+def to_bytes(value: object) -> bytes:
+    """Return numbers, texts, bytes, tuples, dicts and numpy arrays as a message. Lists arrive as tuples."""
+
+    def pack_array(array: Any) -> dict[bytes, tuple]:
+        return {ARRAY: (array.dtype.str, array.shape, array.reshape(-1).view("uint8").data)}
+
+    message: bytes = packb(value, default=pack_array, unicode_errors="surrogatepass")
+    return message
+
+
+def from_bytes(message: bytes) -> Any:
+    """Return the value of a message. Its arrays can be written."""
+    from numpy import frombuffer
+
+    def unpack_array(value: dict) -> Any:
+        if ARRAY not in value:
+            return value
+        dtype, shape, content = value[ARRAY]
+        return frombuffer(content, dtype).reshape(shape).copy()
+
+    options: Any = {"use_list": False, "strict_map_key": False, "unicode_errors": "surrogatepass"}
+    return unpackb(message, object_hook=unpack_array, **options)
 
 
 class Actor:
@@ -116,7 +142,7 @@ class Actor:
                 # The import may take long.
                 self.post("begun")
                 self.runner = self.make_runner()
-            self.runner.do(name, run, task, *loads(arguments), *map(loads, weights))
+            self.runner.do(name, run, task, *from_bytes(arguments), *map(from_bytes, weights))
         except Exception as error:
             # A library is missing or broken.
             text = import_module(f"{PACKAGE}.errors").first_line(error)
@@ -128,7 +154,7 @@ class Actor:
                 # Of `done`: the task, its seconds and its result.
                 self.seconds.observe(values[1] / max(1, sum(other[0] == "image" for other in self.events)))
         events, self.events, self.task = self.events, [], 0
-        return dumps(events)
+        return to_bytes(events)
 
 
 def actor_class() -> Any:

@@ -57,8 +57,10 @@ def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll
 
     The weights are sent one by one, so that `poll` can cancel by raising.
     """
+    from .actor import to_bytes
+
     references = {}
     for name, weight in changed.items():
         poll()
-        references[name] = ray.put(ray.cloudpickle.dumps(pack(weight)))
+        references[name] = ray.put(to_bytes(pack(weight)))
     return ActorCache(references)

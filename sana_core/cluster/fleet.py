@@ -83,9 +83,11 @@ class ActorWorker:
         self.fleet = fleet
 
     def send(self, name: str, run: int, task: int, *arguments: Any) -> None:
+        from .actor import to_bytes
+
         # Ray passes the value of a reference only if the reference is an argument itself.
         weights = arguments[1:] if name == "weight" else ()
-        packed = self.fleet.ray.cloudpickle.dumps(arguments[: len(arguments) - len(weights)])
+        packed = to_bytes(arguments[: len(arguments) - len(weights)])
         self.calls[self.handle.call.remote(name, run, task, packed, *weights)] = run, task, name
 
     def cancel(self, run: int) -> None:
@@ -365,9 +367,11 @@ class Fleet:
 
     def on_end(self, worker: ActorWorker, call: Hashable) -> None:
         """Pass on the events of a call that has ended."""
+        from .actor import from_bytes
+
         run, _, method = worker.calls.pop(call)
         try:
-            events = self.ray.cloudpickle.loads(self.ray.get(call))
+            events = from_bytes(self.ray.get(call))
         except self.ray.exceptions.RayError as error:
             self.lose(worker, last_line(error))
             return

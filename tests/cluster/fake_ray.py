@@ -8,7 +8,6 @@ import itertools
 import math
 from types import SimpleNamespace
 
-import ray
 import torch
 from ray.exceptions import ActorDiedError, RayError
 
@@ -73,7 +72,7 @@ class Handle:
         (answers to a ping alone)."""
         if name == "load":
             self.cluster.loaded.append(self)
-        arguments = ray.cloudpickle.loads(arguments)
+        arguments = actor.from_bytes(arguments)
         seconds, end = self.cluster.behaviour(self, name, arguments)
         self.free = max(self.free, self.cluster.now) + seconds
         if end == "dies":
@@ -90,7 +89,7 @@ class Handle:
                 events = [("image", image[0], content) for image, content in zip(arguments[0], value, strict=True)]
             if not failure:
                 events.append(("done", task, seconds, value if name == "load" else None))
-            reference = self.reference(self.free + self.cluster.transit, ray.cloudpickle.dumps(events))
+            reference = self.reference(self.free + self.cluster.transit, actor.to_bytes(events))
         self.tasks.append((self.free, task))
         return reference
 
@@ -117,7 +116,7 @@ class FakeRay:
         self.events = []  # (time, function)
         self.transit = 0.0  # seconds until the result of a call arrives
         self.deaf = 0  # this many looks see nothing, as after a stop of the process
-        self.exceptions, self.cloudpickle = SimpleNamespace(RayError=RayError), ray.cloudpickle
+        self.exceptions = SimpleNamespace(RayError=RayError)
 
     def install(self, monkeypatch):
         """Use this cluster, and its time, in the fleet."""

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from pretend_card import NAN, pretend_cards
-from ray.cloudpickle import dumps, loads
 
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import batch_images
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.actor import Actor
+from sana_core.cluster.actor import Actor, from_bytes, to_bytes
 from sana_core.engine.body import Job, describe_failure
 from sana_core.errors import CheckpointError
 
@@ -22,9 +21,27 @@ CHUNK = [tuple(image) for image in batch_images(1, 3, 5)]
 PROMPTS = ["a red circle"] * 3
 
 
+def test_a_message_arrives_with_its_values():
+    values = {
+        "none": None,
+        ("a prompt", 3): (1, -1.5, 2**64 - 1, float("inf"), True),
+        "array": (b"\xff\x00", "half a surrogate \ud83d", {None: (), 3: "three"}),
+    }
+    assert from_bytes(to_bytes(values)) == values
+    # A named tuple arrives as the tuple that it is.
+    assert from_bytes(to_bytes(batch_images(1, 1, 5))) == (tuple(batch_images(1, 1, 5)[0]),)
+    arrays = [np.arange(6, dtype="<f4").reshape(2, 3).T, np.zeros((2, 0), "u1"), np.array(3, dtype="i8")]
+    for sent, arrived in zip(arrays, from_bytes(to_bytes(arrays)), strict=True):
+        assert arrived.dtype == sent.dtype and arrived.shape == sent.shape and (arrived == sent).all()
+        assert arrived.flags.writeable
+    for value in (torch.zeros(1), object(), ValueError("no")):
+        with pytest.raises(AttributeError):
+            to_bytes((1, value))
+
+
 def call(actor, name, *arguments):
     """Return the events of a call."""
-    return loads(actor.call(name, 1, 1, dumps(arguments)))
+    return list(from_bytes(actor.call(name, 1, 1, to_bytes(arguments))))
 
 
 def kinds(events):
@@ -92,7 +109,7 @@ def test_a_cancelled_run_ends_its_tasks_and_no_later_ones(start):
         actor, texts = start()
         actor.cancel(1)
         assert call(actor, "generate", CHUNK, PROMPTS, texts, {}) == []
-        events = loads(actor.call("generate", 2, 1, dumps((CHUNK, PROMPTS, texts, {}))))
+        events = from_bytes(actor.call("generate", 2, 1, to_bytes((CHUNK, PROMPTS, texts, {}))))
         assert kinds(events) == ["image"] * 3 + ["done"]
 
 
