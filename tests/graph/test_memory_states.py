@@ -11,8 +11,18 @@ import pytest
 import torch
 from fake_cuda import CARD, TOKENS, PagedMemory, Streams, fake_card, load, no_numbers, pack, read_numbers
 from safetensors.torch import load_file, save_file
+from setup import ROOT
 
 LARGE = 200 * 10**9
+# Start options of ComfyUI: where the text encoder computes, and the least and the largest share of a model that
+# a step leaves on a GPU with room for half of it. docs/memory.md names these modes.
+MODES = {
+    "": ("cuda", 0.3, 0.55),
+    "--lowvram": ("cuda", 0.3, 0.55),
+    "--novram": ("cpu", 0, 0.02),
+    "--lowvram --disable-dynamic-vram": ("cpu", 0.3, 0.55),
+    "--disable-dynamic-vram": ("cuda", 0.3, 0.55),
+}
 # how much of a model fits, ComfyUI's state of memory, and whether it has dynamic VRAM
 STATES = {
     "fits": (2.0, "NORMAL_VRAM", False),
@@ -84,6 +94,30 @@ def test_a_model_draws(host, files, monkeypatch, state):
     with fake_card(monkeypatch, **state_of(files["1.6B"].stat().st_size, state)) as patch, no_numbers(patch):
         out = guided_velocity(load_model(patch, files["1.6B"]))
         assert out.device == CARD and out.shape == (2, 32, 32, 32)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_each_mode_of_comfyui_s_memory_keeps_what_the_page_says(host, files, monkeypatch, options):
+    import comfy.cli_args as cli
+    import comfy.model_management as management
+
+    place, least, most = MODES[options]
+    parsed = cli.parser.parse_args(options.split())
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "args", parsed)
+        dynamic = cli.enables_dynamic_vram()
+    # ComfyUI reads these options when it is imported.
+    vram = "LOW_VRAM" if parsed.lowvram else "NO_VRAM" if parsed.novram else "NORMAL_VRAM"
+    size = files["1.6B"].stat().st_size
+    card = state_of(size, "half fits") | {"state": vram, "dynamic": dynamic}
+    with fake_card(monkeypatch, **card) as patch, no_numbers(patch):
+        assert management.text_encoder_device().type == place
+        patch.setattr(PagedMemory, "room", size // 2)
+        patcher = load_model(patch, files["1.6B"])
+        guided_velocity(patcher)
+        held = patcher.model.dynamic_vbars[CARD].loaded_size() if dynamic else patcher.loaded_size()
+        assert least * size <= held <= most * size, held / size
+    assert f"`{options}`" in (ROOT / "docs" / "memory.md").read_text() or not options
 
 
 @pytest.mark.parametrize("state", ["half fits", "dynamic VRAM"])
