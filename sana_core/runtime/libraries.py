@@ -23,8 +23,8 @@ PARTS = {
     "diffusers": ("diffusers", "AutoencoderDC", "SanaControlNetModel", "SanaTransformer2DModel"),
     "transformers": ("transformers", "Gemma2Model"),
 }
-# Loggers that warn about torchao when diffusers or peft is imported. No user can do anything about it.
-NOISY = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+# Loggers that warn when diffusers imports torchao, and when torch compiles without a GPU. No user can change that.
+NOISY = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils.cpp_extension")
 
 
 def installed(name: str) -> str:

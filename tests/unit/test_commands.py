@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from setup import ROOT
 from sana_core import decode_latents, generate, inspect_checkpoint, load_autoencoder, load_transformer
 from sana_core.__main__ import COMMANDS, main
 from sana_core.runtime.image_files import regroup
+
+CHECKPOINT = str(ROOT / "tests" / "models" / "sana-tiny")
 
 
 class Done(NamedTuple):
@@ -330,6 +333,56 @@ def test_convert_applies_the_scales_of_quantised_weights(command, tmp_path):
         completed.returncode == 1 and "does not say in which format its int8 and weight_scale are" in completed.stderr
     )
     assert not (tmp_path / "none.safetensors").exists()
+
+
+OURS = re.compile(r"(digest of the model|encoding images and captions|step \d+|the best is of step|image \d+)\b.*|")
+SETTINGS = """model = "{model}"
+out = "run"
+[[phase]]
+data = "{data}"
+resolution = 64
+batch = 2
+steps = 2
+[validation]
+every = 2
+share = 0.1
+prompts = ["a red circle"]
+[optimizer]
+name = "{optimizer}"
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan"],
+        ["plan", "1.6B", "--gpu", "8"],
+        [
+            "generate",
+            "a red circle",
+            "--checkpoint",
+            CHECKPOINT,
+            "--width",
+            "128",
+            "--height",
+            "128",
+            "--out",
+            "images",
+        ],
+        ["train", "adamw.toml"],
+        pytest.param(["train", "adamw8bit.toml"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_the_console_has_no_line_of_a_library(tmp_path, arguments):
+    for optimizer in ("adamw", "adamw8bit"):
+        settings = SETTINGS.format(model=CHECKPOINT, data=ROOT / "recipes" / "cyanotypes", optimizer=optimizer)
+        (tmp_path / f"{optimizer}.toml").write_text(settings)
+    process = run_alone(*arguments, cwd=tmp_path)
+    _, written = process.communicate()
+    assert process.returncode == 0, written
+    # Progress is written over the line before it.
+    assert not [line for line in re.split(r"[\r\n]+", written.decode()) if not OURS.fullmatch(line.strip())]
 
 
 def test_without_docstrings_there_is_help_and_a_reason(tmp_path, checkpoint):
