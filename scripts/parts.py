@@ -133,6 +133,29 @@ def second_pass(scale: float = 1.5) -> Subgraph:
     return Subgraph("SANA second pass", Graph(nodes, columns), widgets, outputs, about)
 
 
+def any_image() -> Subgraph:
+    """Enlarges an image of any model to the size of this model, and samples its last steps again."""
+    enlarge = {"image": ("image", 0), "upscale_method": "lanczos", "width": ("size", 0), "height": ("size", 1)}
+    nodes = {
+        "model": switch_outside(),
+        **texts(PROMPT),
+        "size": Node("SanaNodesResolution", {"size": "auto", "ratio": "1:1", "model": INSIDE[0]}),
+        "enlarge": Node("ImageScale", {**enlarge, "crop": "center"}),
+        "encode": Node("VAEEncode", {"pixels": ("enlarge", 0), "vae": INSIDE[2]}),
+        # The last 6 of 20 steps.
+        "sampler": sampler(("encode", 0), steps=6, denoise=0.3),
+        "decode": decode("sampler"),
+    }
+    columns = "model size enlarge | Prompt: prompt negative encode | Sampling: sampler | decode"
+    widgets = {"prompt": "prompt.text", "ratio": "size.ratio", "denoise": "sampler.denoise", **SETTINGS}
+    widgets |= {"budget_gb": "decode.budget_gb", **MODEL}
+    about = (
+        "Enlarges an image of any model to the size of SANA's model and samples its last steps again. The model is the "
+        "demo model, or the loaders that are connected and chosen in use."
+    )
+    return Subgraph("SANA any image", Graph(nodes, columns), widgets, {"IMAGE": ("decode", 0)}, about)
+
+
 def text_to_image() -> Subgraph:
     nodes = {"model": switch_outside(), **image(PROMPT)}
     columns = "model | Prompt: prompt negative empty | Sampling: sampler | decode"
@@ -230,4 +253,4 @@ def video_2() -> Subgraph:
 
 
 def blueprints() -> list[Subgraph]:
-    return [text_to_image(), second_pass(), batch(), best_of_many(), video()]
+    return [text_to_image(), second_pass(), any_image(), batch(), best_of_many(), video()]

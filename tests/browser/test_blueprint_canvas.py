@@ -55,6 +55,8 @@ LOADER = [("SanaNodesLoader", 0, "model"), ("SanaNodesLoader", 2, "vae")]
 INPUTS = {
     "SANA second pass": [*LOADER, ("SanaNodesTextEncode", 0, "positive"), ("SanaNodesSampler", 0, "samples")],
     "SANA best of many": [*LOADER, ("SanaNodesLoader", 1, "clip")],
+    # An image of any model. The blueprint has the demo model.
+    "SANA any image": [("SanaNodesDecode", 0, "image")],
 }
 
 
