@@ -108,7 +108,8 @@ def main() -> None:
         for name in sys.argv[1:] or templates():
             screenshot = shoot(server, page, name)
             screenshot.save(screenshot_of(name), quality=QUALITY)
-            card_of(server, page, name).save(ROOT / "workflows" / f"{name}.jpg", quality=CARD_QUALITY)
+            options = {"quality": CARD_QUALITY, "optimize": True, "progressive": True}
+            card_of(server, page, name).save(ROOT / "workflows" / f"{name}.jpg", **options)
             if name == FIRST:
                 screenshot.save(ROOT / "docs" / "canvas.jpg", quality=QUALITY)
             sys.stdout.write(f"{name}\n")

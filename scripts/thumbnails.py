@@ -18,7 +18,7 @@ import sana_core  # noqa: E402
 from sana_core.runtime.image_files import levels  # noqa: E402
 
 # Pixels of a card, and of the line of words at its foot.
-SIDE, FOOT, MARGIN, QUALITY = 512, 40, 14, 90
+SIDE, FOOT, MARGIN, QUALITY = 512, 40, 14, 85
 HEIGHT = SIDE - FOOT
 PAPER, LINE, TEXT, FAINT = (24, 28, 36), (118, 185, 0), (240, 242, 245), (150, 158, 170)
 # (title of the node that shows an image, label on the card), in rows
