@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -56,6 +56,11 @@ BEAT = 2.0
 LOST = 20.0
 # Seconds in which the other ranks can end by themselves after a rank has failed.
 GRACE = 10.0
+# Seconds in which the first rank can complete a state after another rank has died. The digests and the disk take a
+# minute for a state of 20 GB.
+SAVE_PATIENCE = 600.0
+# Ends the first rank's beats while it completes a state.
+SAVING = b"s"
 BEATS, NAMES, FAILED, HEARD = "beat", "name", "failed", "heard"
 # Settings of accelerate launch that this package does not read, with the names of its own settings. They reach the
 # processes as ACCELERATE_MIXED_PRECISION and so on.
@@ -86,6 +91,8 @@ class Ranks(NamedTuple):
     launched: bool = False
     # The device of this rank. None: the process was not launched.
     device: torch.device | None = None
+    # Held while a state is completed, so that the heartbeat does not end this process meanwhile.
+    completing: AbstractContextManager[object] = nullcontext()
 
     @property
     def first(self) -> bool:
@@ -202,7 +209,7 @@ def joined(device: str) -> Iterator[Ranks]:
     attempt = meet(store, rank, count)
     store = torch.distributed.PrefixStore(attempt, store)
     heartbeat = Heartbeat(store, rank, count, f"rank {rank} on {node()}, process {getpid()}")
-    ranks = Ranks(rank, count, True)
+    ranks = Ranks(rank, count, True, completing=heartbeat.completing)
     try:
         heartbeat.start()
         rank_device = choose_device(device)
@@ -424,6 +431,8 @@ class Heartbeat:
     def __init__(self, store: Store, rank: int, count: int, name: str) -> None:
         self.store, self.rank, self.count, self.name = store, rank, count, name
         self.ended = threading.Event()
+        # Held by the thread that completes a state.
+        self.completing = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="sana training heartbeat", daemon=True)
         # The name and the error of a rank that has failed, once the heartbeat has read them. The store may end then.
         self.failure = ""
@@ -459,7 +468,9 @@ class Heartbeat:
     def run(self) -> None:
         """Beat and watch until the end. If another rank has died, end this process after GRACE seconds.
 
-        In these seconds the main thread may notice by itself, and a rank that was only silent may beat again.
+        In these seconds the main thread may notice by itself, and a rank that was only silent may beat again. All ranks
+        wait longer, up to SAVE_PATIENCE, while the first rank completes a state. If one of them ended, a launcher such
+        as torchrun would kill the first rank.
         """
         number, lost_since, looked = 0, math.inf, time.monotonic()
         while not self.ended.wait(BEAT):
@@ -470,13 +481,17 @@ class Heartbeat:
                 # no beats meanwhile, so silence counts from now.
                 self.seen.clear()
             looked = now
+            is_saving = self.completing.locked()
             try:
-                self.store.set(f"{BEATS}/{self.rank}", str(number))
-                lost = self.failed() or self.silent(range(self.count) if self.rank == 0 else (0,))
+                self.store.set(f"{BEATS}/{self.rank}", str(number) + SAVING.decode() * is_saving)
+                silent = self.silent(range(self.count) if self.rank == 0 else (0,))
+                lost = self.failed() or silent
+                if self.rank:
+                    is_saving = not silent and self.seen[0][0].endswith(SAVING)
             except RuntimeError:
                 lost = "the machine that the run was started on is gone"
             lost_since = min(lost_since, now) if lost else math.inf
-            if now - lost_since >= GRACE:
+            if now - lost_since >= (SAVE_PATIENCE if is_saving else GRACE):
                 try:
                     sys.stderr.write(f"\ntraining: {lost}; the same command resumes\n")
                     sys.stderr.flush()

@@ -695,15 +695,16 @@ class Trainer:
         best, validated = self.best, self.validated_step
 
         def finish_save() -> None:
-            if complete is not None:
-                complete()
-            elif step and validated == step:
-                # The step was saved before its validation, so add the validation to the state.
-                try:
-                    states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
-                except SanaError as error:
-                    # The state itself is in its place, and the next one has the validation.
-                    logger.warning("the validation of step %d is not saved now (%s)", step, error)
+            with self.ranks.completing:
+                if complete is not None:
+                    complete()
+                elif step and validated == step:
+                    # The step was saved before its validation, so add the validation to the state.
+                    try:
+                        states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
+                    except SanaError as error:
+                        # The state itself is in its place, and the next one has the validation.
+                        logger.warning("the validation of step %d is not saved now (%s)", step, error)
             try:
                 # Even without a new state, because a run that was killed after its last state has not removed them.
                 states.remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
