@@ -8,7 +8,8 @@ Neither VAE nor text encoder is in memory while a model trains from the cache.
     folder/digests.json                  digests of images, so that unchanged files are not read again
 
 A key is the digest of everything that the entry depends on. A change therefore gives another entry, and no entry is
-ever stale. An entry is written as a whole, with the digest of its tensors. All writers write the same bytes.
+ever stale. An entry is written as a whole, with the digest of its tensors. All writers write the same bytes. A start
+checks only that the entries exist. The digest of an entry is checked when a step reads it first.
 """
 
 from __future__ import annotations
@@ -150,12 +151,13 @@ class Cache(NamedTuple):
     latents: list[Path]
     texts: list[Path]
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
+    store: Store
     controls: Sequence[Path] = ()  # empty without a ControlNet
 
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices. They must have the same bucket."""
-        images, texts = ([read_entry(paths[index]) for index in indices] for paths in (self.latents, self.texts))
-        controls = [read_entry(self.controls[index]) for index in indices] if self.controls else []
+        images, texts = ([self.store.read(paths[index]) for index in indices] for paths in (self.latents, self.texts))
+        controls = [self.store.read(self.controls[index]) for index in indices] if self.controls else []
         return join_batch([self.names[index] for index in indices], images, texts, controls)
 
 
@@ -220,7 +222,9 @@ def build_cache(
                     crop = [] if sample.crop == MIDDLE else [sample.crop]
                     key_values = [file_digests, sample.bucket, CROP_RULE, ids.autoencoder, *crop]
                     path = store.path("latents", key_values)
-                    pixels = None if store.has(path) else read_image(sample, file_digests)
+                    width, height = sample.bucket
+                    least = CHANNELS * (width // DOWNSCALE) * (height // DOWNSCALE) * torch.float32.itemsize
+                    pixels = None if store.has(path, least) else read_image(sample, file_digests)
                 except IMAGE_FAULTS as fault:
                     faults[sample.files] = without_traceback(fault)
                     logger.warning("%s", fault)
@@ -234,7 +238,7 @@ def build_cache(
     if broken is None:
         Faults(faults.values()).check()
     names = [sample.name for sample in samples]
-    return Cache(names, paths[: len(samples)], texts, read_entry(empty), paths[len(samples) :])
+    return Cache(names, paths[: len(samples)], texts, store.read(empty), store, paths[len(samples) :])
 
 
 def with_control(sample: Sample) -> list[Sample]:
@@ -398,7 +402,7 @@ class Store:
         self.folder = folder
         # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
         self.parts = parts
-        # The entries that were written or read whole by this process and need no further check.
+        # The entries that this process has written, or whose digest it has checked.
         self.checked_paths: set[Path] = set()
 
     def path(self, kind: str, key_values: Sequence[object]) -> Path:
@@ -410,7 +414,7 @@ class Store:
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
     def ensure(self, path: Path, make: Callable[[], Tensors]) -> Path:
-        """Write the entry `path` if it is missing or damaged. Returns `path`."""
+        """Write the entry `path` if it is missing. Returns `path`."""
         if not self.has(path):
             self.put(path, make())
         return path
@@ -427,15 +431,27 @@ class Store:
             ) from error
         self.checked_paths.add(path)
 
-    def has(self, path: Path) -> bool:
-        """Whether the entry `path` exists and is whole. The log names a damaged one."""
-        if path not in self.checked_paths and path.exists():
-            try:
-                read_entry(path)
-                self.checked_paths.add(path)
-            except ReadError as error:
-                logger.warning("%s", error)
-        return path in self.checked_paths
+    def has(self, path: Path, least: int = 1) -> bool:
+        """Whether the entry `path` exists and has at least `least` bytes. `read` checks its digest."""
+        try:
+            return path.stat().st_size >= least
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def read(self, path: Path) -> Tensors:
+        """Return the tensors of the entry `path`. Its digest is checked once.
+
+        Raises ReadError. A damaged entry is removed, so that the next start encodes it again.
+        """
+        try:
+            tensors = read_entry(path, path not in self.checked_paths)
+        except ReadError as error:
+            if not isinstance(error.__cause__, OSError):
+                with suppress(OSError):
+                    path.unlink()
+            raise
+        self.checked_paths.add(path)
+        return tensors
 
     def write(self, path: Path, data: bytes) -> None:
         """Write or replace a file of the cache."""
@@ -456,12 +472,12 @@ def check_sum(tensors: Tensors) -> torch.Tensor:
     digest = hashlib.sha256()
     for name, values in sorted(tensors.items()):
         digest.update(f"{name} {values.dtype} {list(values.shape)} ".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(values.flatten().view(torch.uint8).numpy().data)
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)
 
 
-def read_entry(path: Path) -> Tensors:
-    """Return the tensors of an entry. Raises ReadError if it is missing, damaged or incomplete."""
+def read_entry(path: Path, checks: bool = True) -> Tensors:
+    """Return the tensors of an entry. Raises ReadError if it is missing or incomplete, or if its digest is another."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -470,7 +486,7 @@ def read_entry(path: Path) -> Tensors:
         check = tensors.pop(CHECK)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ReadError(f"cache: {path} cannot be read ({brief(error)}); start again, which makes it again") from error
-    if not torch.equal(check, check_sum(tensors)):
+    if checks and not torch.equal(check, check_sum(tensors)):
         raise ReadError(f"cache: {path} is damaged, its digest is another; start again, which makes it again")
     return tensors
 

@@ -25,7 +25,7 @@ from ..runtime.cancellation import Poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import get_logger
-from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded, read_entry
+from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image
 from .settings import TrainingSettings
@@ -77,7 +77,7 @@ def encode_validation(settings: TrainingSettings, store: Store, ids: ModelIds, e
         return None
 
     def read_or_make(kind: str, key_values: list, make: Callable[[], Tensors]) -> Tensors:
-        return read_entry(store.ensure(store.path(kind, key_values), make))
+        return store.read(store.ensure(store.path(kind, key_values), make))
 
     def text(kind: str, prompt: str, make: Callable[[], Tensors]) -> Embedding:
         entry = read_or_make("texts", [kind, prompt, ids.text_encoder], make)

@@ -41,6 +41,7 @@ from .cache import (
     Batch,
     BrokenImages,
     Stream,
+    Cache,
     digest_models,
     find_broken,
     leave_out,
@@ -171,6 +172,10 @@ class Trainer:
     # The number of consecutive steps, up to now, of which no image could be read.
     steps_without_images: int
     # The best validation so far.
+    # Reads the next step's microbatches from the cache while the device computes.
+    read_thread: Executor
+    # The job of `read_thread`, and the batches of its step. None: there is no job.
+    reading: tuple[StepBatches, Future[list[LoadedMicrobatch]]] | None
     best: Best | None
     # The step of the last validation.
     validated_step: int | None
@@ -198,11 +203,12 @@ class Trainer:
         self.log = RunLog(self.out)
         self.check_held = no_poll
         self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
-        self.best = self.validated_step = self.pending_save = self.report_error = None
+        self.best = self.validated_step = self.pending_save = self.reading = self.report_error = None
         self.saved_step, self.steps_without_images = 0, 0
         self.loads_start = False
 
     def train(self) -> Path:
+        self.read_thread = ThreadPoolExecutor(1, "sana training data")
         self.ranks.run_on_all(lambda: check_base(self.settings))
         if self.requested_device().type == "mps":
             check_apple(self.settings)
@@ -217,7 +223,7 @@ class Trainer:
                 self.set_up(self.load_base(), shift, self.requested_device())
                 if self.ranks.launched and self.ranks.first:
                     log_line(describe_layout(self.layout, self.parameters, self.device))
-                with ThreadPoolExecutor(1, "sana training state") as self.save_thread:
+                with ThreadPoolExecutor(1, "sana training state") as self.save_thread, self.read_thread:
                     try:
                         self.resume()
                         self.run_steps()
@@ -817,7 +823,7 @@ class Trainer:
         ranks.run_on_all(check)
         return mean, norm
 
-    def load_step(self, step_batches: Sequence[Sequence[int]]) -> tuple[list[LoadedMicrobatch], int]:
+    def load_step(self, step_batches: StepBatches) -> tuple[list[LoadedMicrobatch], int]:
         """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
 
         `step_batches` has the batches of the step, as indices of samples. An error raises on all ranks.
@@ -826,14 +832,14 @@ class Trainer:
         it, or if a whole epoch has no image, the error names every broken image of the step.
         """
         ranks, cache = self.ranks, self.phase_data.cache
-        rank_share = sharding.microbatches(step_batches, ranks.rank, ranks.size)
         total = sum(map(len, step_batches))
         if not isinstance(cache, Stream):
-
-            def load() -> list[LoadedMicrobatch]:
-                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
-
-            return ranks.run_on_all(load), total
+            job, self.reading = self.begin_reading(cache, step_batches), None
+            microbatches = ranks.run_on_all(job.result)
+            for following in self.epoch_steps[self.progress.position + 1 :][:1]:
+                self.begin_reading(cache, following)
+            return microbatches, total
+        rank_share = sharding.microbatches(step_batches, ranks.rank, ranks.size)
         skip = self.settings.skip_broken
         rank_faults: dict[int, SanaError] = {}
 
@@ -881,6 +887,17 @@ class Trainer:
                 values = losses.detach().tolist()
                 finite = list(map(math.isfinite, values))
                 if fault is None and not all(finite):
+    def begin_reading(self, cache: Cache, step_batches: StepBatches) -> Future[list[LoadedMicrobatch]]:
+        """Return the job that reads this rank's microbatches of a step. It may have begun before."""
+        if self.reading is None or self.reading[0] is not step_batches:
+
+            def read() -> list[LoadedMicrobatch]:
+                rank_share = sharding.microbatches(step_batches, self.ranks.rank, self.ranks.size)
+                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
+
+            self.reading = step_batches, self.read_thread.submit(read)
+        return self.reading[1]
+
                     name = microbatch.batch.names[finite.index(False)]
                     fault = TrainingError(
                         f"training: in step {step} the loss of {name} is not finite; lower learning_rate, or remove it"

@@ -279,10 +279,11 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("kind", ["latents", "texts"])
 def test_a_damaged_entry_is_named_when_it_is_loaded_and_made_anew_by_the_next_build(
-    tmp_path, data, models, damage, kind, caplog
+    tmp_path, data, models, damage, kind
 ):
+    build(tmp_path / "cache", data, models)
+    good = build(tmp_path / "cache", data, models).load([1])
     cache = build(tmp_path / "cache", data, models)
-    good = cache.load([1])
     path = getattr(cache, kind)[1]
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ReadError, match=f"^cache: {path} .*; start again, which makes it again"):
@@ -290,10 +291,30 @@ def test_a_damaged_entry_is_named_when_it_is_loaded_and_made_anew_by_the_next_bu
     models.calls.clear()
     again = build(tmp_path / "cache", data, models)
     assert models.calls == (["pixels"] if kind == "latents" else [CAPTIONS[1]])
-    assert [record.getMessage().split()[1] for record in caplog.records if "cache:" in record.getMessage()] == [
-        str(path)
-    ]
     same(again.load([1]), good)
+
+
+def test_a_start_reads_no_entry_and_the_first_use_checks_each_once(tmp_path, data, models, monkeypatch):
+    build(tmp_path / "cache", data, models)
+    paths, checked = [], []
+    read_entry, check_sum = cache.read_entry, cache.check_sum
+    monkeypatch.setattr(cache, "read_entry", lambda path, checks: paths.append(path) or read_entry(path, checks))
+    monkeypatch.setattr(cache, "check_sum", lambda tensors: checked.append(1) or check_sum(tensors))
+    models.calls.clear()
+    again = build(tmp_path / "cache", data, models)
+    # The empty prompt stays in memory.
+    assert len(paths) == len(checked) == 1 and models.calls == []
+    for _ in range(3):
+        again.load([0, 3])
+    assert len(paths) == 1 + 3 * 4 and len(checked) == 1 + 4
+
+
+def test_a_start_encodes_images_again_whose_entries_are_too_short(tmp_path, data, models):
+    paths = build(tmp_path / "cache", data, models).latents
+    paths[1].write_bytes(paths[1].read_bytes()[: 32 * 4 * 4])
+    models.calls.clear()
+    build(tmp_path / "cache", data, models)
+    assert models.calls == ["pixels"]
 
 
 def test_an_entry_that_went_away_is_named(tmp_path, data, models):

@@ -4,6 +4,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pictures import write_pictures
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import optimizers, trainer
+from sana_core.training import cache, optimizers, trainer
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import describe_validation, find_states
 
@@ -135,6 +136,17 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     trainer.train(run_settings)
     losses = [line["loss"] for line in lines_of(run_settings.out)]
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
+
+
+def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
+    readers, read_entry = [], cache.Store.read
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.Store, "read", lambda *words: readers.append(current_thread()) or read_entry(*words))
+        run_settings = settings(validation=Validation())
+        trainer.train(run_settings)
+    # The main thread reads the empty prompt.
+    assert [thread for thread in readers[1:] if not thread.name.startswith("sana training data")] == []
+    assert len(readers) > 6 and lines_of(run_settings.out)[-1]["step"] == 6
 
 
 def test_full_training_validates_and_saves_without_peft(settings, monkeypatch):
