@@ -29,8 +29,9 @@ from ..errors import InputError, SanaError, TrainingError
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
+from ..model.latents import DOWNSCALE
 from ..model.reference import reference_of
-from ..runtime.accelerator import chosen_device
+from ..runtime.accelerator import chosen_device, is_out_of_memory
 from ..runtime.atomic_files import digest_of, make_folder, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
@@ -40,8 +41,8 @@ from . import optimizers, schedule, sharding, states, trained_model
 from .cache import (
     Batch,
     BrokenImages,
-    Stream,
     Cache,
+    Stream,
     digest_models,
     find_broken,
     leave_out,
@@ -88,6 +89,8 @@ OnProgress = Callable[[str, int, int], None]
 Show = Callable[[int, Sequence[torch.Tensor]], None]
 # Number of times at which a validation measures the loss of each held-out image.
 VALIDATION_TIMES = 8
+# Positions of latents that a validation computes in one forward: all times of an image of 1024 px.
+VALIDATION_POSITIONS = VALIDATION_TIMES * 32**2
 
 
 class LoadedMicrobatch(NamedTuple):
@@ -169,13 +172,13 @@ class Trainer:
     progress: TrainProgress
     # One StepBatches for each step of the current epoch. Empty: the last phase has ended.
     epoch_steps: Sequence[StepBatches]
-    # The number of consecutive steps, up to now, of which no image could be read.
-    steps_without_images: int
-    # The best validation so far.
     # Reads the next step's microbatches from the cache while the device computes.
     read_thread: Executor
     # The job of `read_thread`, and the batches of its step. None: there is no job.
     reading: tuple[StepBatches, Future[list[LoadedMicrobatch]]] | None
+    # The number of consecutive steps, up to now, of which no image could be read.
+    steps_without_images: int
+    # The best validation so far.
     best: Best | None
     # The step of the last validation.
     validated_step: int | None
@@ -205,10 +208,10 @@ class Trainer:
         self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
         self.best = self.validated_step = self.pending_save = self.reading = self.report_error = None
         self.saved_step, self.steps_without_images = 0, 0
+        self.read_thread = ThreadPoolExecutor(1, "sana training data")
         self.loads_start = False
 
     def train(self) -> Path:
-        self.read_thread = ThreadPoolExecutor(1, "sana training data")
         self.ranks.run_on_all(lambda: check_base(self.settings))
         if self.requested_device().type == "mps":
             check_apple(self.settings)
@@ -615,19 +618,21 @@ class Trainer:
         """Return the mean loss of the phase's held-out images. With the consistency loss it is the mean error.
 
         Each image is measured at VALIDATION_TIMES times with one noise. All validations have the same times and noise.
+        The times are one batch, unless the images are larger than 1024 px.
         """
         ranks, data, step = self.ranks, self.phase_data, self.progress.step
         held_out, total = data.held_out, 0.0
         fault: TrainingError | None = None
         # FSDP gathers weights in each forward, so all ranks compute the same number of losses. Extra ones do not count.
         rounds = math.ceil(len(held_out) / ranks.size)
+        together = max(1, VALIDATION_POSITIONS // (self.phase.largest // DOWNSCALE) ** 2)
         for number in range(ranks.rank, rounds * ranks.size, ranks.size):
             index, counts = held_out[number % len(held_out)], number < len(held_out)
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
-            for time_fraction in validation_times(VALIDATION_TIMES):
+            for times in validation_times(VALIDATION_TIMES).split(together):
                 self.check_step_together()
-                compute = partial(self.image_loss, batch, noise, time_fraction[None])
+                compute = partial(self.image_loss, batch, noise, times)
                 # Only FSDP talks to other ranks in a forward.
                 loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
                 if fault is None and not math.isfinite(loss):
@@ -645,12 +650,27 @@ class Trainer:
         return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
 
     def image_loss(self, batch: Batch, noise: torch.Tensor, times: torch.Tensor) -> float:
-        """Return the validation loss of one image at one time."""
+        """Return the sum of the validation losses of one image at `times`. Takes more forwards if memory is short."""
+        count = len(times)
+        batch = Batch._make(
+            value[:1].expand(count, *value.shape[1:]) if isinstance(value, torch.Tensor) else value for value in batch
+        )
+        try:
+            return float(self.validation_losses(batch, noise[:1].expand(count, *noise.shape[1:]), times).sum())
+        except RuntimeError as error:
+            # Under FSDP the other ranks compute the same forwards, so one rank cannot compute more of them.
+            if count == 1 or self.layout.shards is not None or not is_out_of_memory(error):
+                raise
+        # After the except clause, because the traceback in it holds the tensors of the failed forward.
+        return sum(self.image_loss(batch, noise, half) for half in times.chunk(2))
+
+    def validation_losses(self, batch: Batch, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        """Return the validation losses [B] of a batch at `times` [B]."""
         if self.settings.loss.kind == CONSISTENCY:
-            point, prompt, weight = self.on_trajectory(batch, noise, times, torch.tensor([GUIDANCE]))
-            return float(consistency_error(self.transformer, point, prompt, weight).sum())
-        sigma = training_sigmas(times, self.shift).float().to(self.device)
-        return float(self.batch_loss(batch, noise, sigma).sum())
+            guidance = torch.full(times.shape, GUIDANCE)
+            point, prompt, weight = self.on_trajectory(batch, noise, times, guidance)
+            return consistency_error(self.transformer, point, prompt, weight)
+        return self.batch_loss(batch, noise, training_sigmas(times, self.shift).float().to(self.device))
 
     def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
         """Return the models with whole weights on the first rank, no models on the others. All ranks have to call this.
@@ -867,6 +887,17 @@ class Trainer:
         ranks.run_on_all(check_faults)
         return microbatches, total
 
+    def begin_reading(self, cache: Cache, step_batches: StepBatches) -> Future[list[LoadedMicrobatch]]:
+        """Return the job that reads this rank's microbatches of a step. It may have begun before."""
+        if self.reading is None or self.reading[0] is not step_batches:
+
+            def read() -> list[LoadedMicrobatch]:
+                rank_share = sharding.microbatches(step_batches, self.ranks.rank, self.ranks.size)
+                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
+
+            self.reading = step_batches, self.read_thread.submit(read)
+        return self.reading[1]
+
     def all_but_last_backward(
         self, microbatches: Sequence[LoadedMicrobatch], total: int, last_loss: list[torch.Tensor]
     ) -> tuple[float, TrainingError | None]:
@@ -887,17 +918,6 @@ class Trainer:
                 values = losses.detach().tolist()
                 finite = list(map(math.isfinite, values))
                 if fault is None and not all(finite):
-    def begin_reading(self, cache: Cache, step_batches: StepBatches) -> Future[list[LoadedMicrobatch]]:
-        """Return the job that reads this rank's microbatches of a step. It may have begun before."""
-        if self.reading is None or self.reading[0] is not step_batches:
-
-            def read() -> list[LoadedMicrobatch]:
-                rank_share = sharding.microbatches(step_batches, self.ranks.rank, self.ranks.size)
-                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
-
-            self.reading = step_batches, self.read_thread.submit(read)
-        return self.reading[1]
-
                     name = microbatch.batch.names[finite.index(False)]
                     fault = TrainingError(
                         f"training: in step {step} the loss of {name} is not finite; lower learning_rate, or remove it"

@@ -13,7 +13,7 @@ from pictures import write_pictures
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import cache, optimizers, trainer
+from sana_core.training import cache, loss, optimizers, trainer
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import describe_validation, find_states
 
@@ -147,6 +147,31 @@ def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
     # The main thread reads the empty prompt.
     assert [thread for thread in readers[1:] if not thread.name.startswith("sana training data")] == []
     assert len(readers) > 6 and lines_of(run_settings.out)[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(("limit", "forwards"), [(8, 1), (4, 3), (1, 15)], ids=["8", "4", "1"])
+def test_a_validation_image_takes_one_forward_or_as_many_as_memory_allows(settings, monkeypatch, limit, forwards):
+    """A forward that runs out of memory is repeated in halves: 1 + 2 forwards, or 1 + 2 + 4 + 8."""
+    batches, predict = [], loss.flow_loss
+
+    def limited(transformer, x0, *words):
+        if not torch.is_grad_enabled():
+            batches.append(len(x0))
+            if len(x0) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return predict(transformer, x0, *words)
+
+    monkeypatch.setattr(trainer, "flow_loss", limited)
+    run_settings = settings(f"out-{limit}", steps=1, validation=Validation(every=1, share=0.01))
+    trainer.train(run_settings)
+    assert len(batches) == 2 * forwards and sum(size for size in batches if size <= limit) == 2 * 8
+    losses = [line["validation_loss"] for line in lines_of(run_settings.out) if "validation_loss" in line]
+    monkeypatch.setattr(trainer, "VALIDATION_POSITIONS", 1)
+    one_by_one = replace(run_settings, out=f"{run_settings.out}-one")
+    monkeypatch.setattr(trainer, "flow_loss", predict)
+    trainer.train(one_by_one)
+    expected = [line["validation_loss"] for line in lines_of(one_by_one.out) if "validation_loss" in line]
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_full_training_validates_and_saves_without_peft(settings, monkeypatch):

@@ -69,7 +69,7 @@ class Failing:
 MEMORY = torch.OutOfMemoryError("CUDA out of memory in this test")
 DISK = OSError(28, "No space left on device")
 # Validations are before step 0 and after steps 2 and 4, each of which saves the best. Each of two ranks computes one
-# microbatch of each step, and in a validation 8 losses of its image.
+# microbatch of each step, and in a validation its image.
 PHASES = {
     "device": Failing(ranks, "choose_device", InputError("device: got cuda:1 in this test")),
     "settings": Failing(trainer, "check_base", MissingFileError("model: not here in this test")),
@@ -84,7 +84,7 @@ PHASES = {
     "image of a validation": Failing(
         cache.Cache, "load", ReadError("cache: gone in this test"), 4, 4, when=lambda _, indices: len(indices) == 1
     ),
-    "validation": Failing(Trainer, "image_loss", MEMORY, calls=20, saved=2, saved_by_ddp=4),
+    "validation": Failing(Trainer, "image_loss", MEMORY, calls=2, saved=2, saved_by_ddp=4),
     "image of a preview": Failing(trainer, "generate_validation", MEMORY, calls=2, saved=4, victims=(0,)),
     "gathering for a preview": Failing(trainer, "gather", MEMORY),
     "values of a state": Failing(states, "check_finite", MEMORY),
