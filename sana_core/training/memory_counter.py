@@ -25,7 +25,7 @@ from ..model.known_models import MAX_TOKENS, TEXT_WIDTH, Architecture, build_tra
 from ..model.latents import CHANNELS
 from ..runtime.cancellation import Poll, no_poll
 from .cache import Batch
-from .came import CAME, SMALLEST
+from .came import CAME, SMALLEST, bucket_size
 from .loss import consistency_loss
 from .optimizers import OPTIMIZERS, make_optimizer, step_optimizer
 from .settings import CONSISTENCY, Method, TrainingSettings
@@ -309,7 +309,8 @@ def count_optimizer(
     `trained`: (shape, number) of the parameters. With `shards` > 1, one GPU's rows of them.
 
     Measured on one parameter of each shape and on two of the largest: bytes that the second one adds exist for all
-    parameters at once, all other bytes for one at a time.
+    parameters at once, all other bytes for one at a time. If a step updates buckets of equal parameters, they exist for
+    each parameter of a bucket.
     """
 
     def first_step(shapes: Sequence[Shape]) -> tuple[int, int]:
@@ -338,7 +339,15 @@ def count_optimizer(
         largest = max(local, key=math.prod)
         (_, alone), (_, double) = counted[largest], first_step([largest, largest])
     state, work = (sum(number * counted[shape][part] for shape, number in local.items()) for part in (0, 1))
+    if OPTIMIZERS[name].in_buckets or dtype != torch.float32:
+        together = bucket_size(sum(number * math.prod(shape) for shape, number in local.items()))
+        largest_bucket = 0
+        for shape, number in local.items():
+            work = counted[shape][1]
+            # fp32 weights, gradients and random numbers of a bucket exist at once, the rest unless the step is a loop.
+            of_each = 12 * math.prod(shape) if OPTIMIZERS[name].loops else work
+            members = min(number, max(1, together // math.prod(shape)))
+            largest_bucket = max(largest_bucket, work + (members - 1) * of_each)
+        return state, largest_bucket
     share = max(0.0, double / max(1, alone) - 1)
-    if OPTIMIZERS[name].bucket:
-        share *= min(1.0, OPTIMIZERS[name].bucket / sum(number * math.prod(shape) for shape, number in local.items()))
     return state, round(share * work + (1 - share) * alone)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import InputError, VersionError
 from ..runtime.text import Json, brief
-from .came import BUCKET, CAME, SMALLEST, shard_sizes
+from .came import CAME, SMALLEST, buckets, shard_sizes
 
 # How several GPUs can train one model: the values of `parallel.kind`.
 DDP, FSDP, OFFLOADED = KINDS = ("ddp", "fsdp", "fsdp_offload")
@@ -40,8 +40,10 @@ class OptimizerSpec(NamedTuple):
     per_parameter: bool = True
     # How GPUs may divide the training.
     parallel: tuple[str, ...] = KINDS
-    # Sharded training only: elements that the GPUs update together, to exchange their sums at once. 0: not needed.
-    bucket: int = 0
+    # It updates the parameters of a bucket together, see `buckets`.
+    in_buckets: bool = False
+    # Its step computes one parameter after another.
+    loops: bool = False
     # It finds the learning rate itself, from the settings d0 and d_coef.
     finds_rate: bool = False
     # It trains other weights than it saves. The saved weights are their average.
@@ -88,9 +90,10 @@ OPTIMIZERS = {
         library="torchao",
         # Offloaded, its step would need a compiler for the CPU.
         parallel=(DDP, FSDP),
+        loops=True,
     ),
-    "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
-    "came8bit": OptimizerSpec(partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), bucket=BUCKET),
+    "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), in_buckets=True),
+    "came8bit": OptimizerSpec(partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), in_buckets=True),
     "prodigy": OptimizerSpec(
         # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
         # first hundred steps by up to ten, and a short run ends before the rate has grown. `foreach` is the library's
@@ -183,19 +186,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
     """Take a step from the gradients of the parameters. It may change the gradients.
 
-    Updates of parameters in bf16 are computed in fp32, one parameter after another, and rounded stochastically with
-    `generator`, which is on their device. Parameters in fp32 do not use it. Seed it with the number of the step, so
-    that a resumed run and all replicas of a model round equally. Raises VersionError if torchao's step cannot be
-    compiled.
+    Updates of parameters in bf16 are computed in fp32, for parameters of equal shape together, and rounded
+    stochastically with `generator`, which is on their device. Parameters in fp32 do not use it. Seed it with the number
+    of the step, so that a resumed run and all replicas of a model round equally. Raises VersionError if torchao's step
+    cannot be compiled.
     """
     (group,) = optimizer.param_groups
+    is_fp32 = all(parameter.dtype == torch.float32 for parameter in group["params"])
     try:
-        if all(parameter.dtype == torch.float32 for parameter in group["params"]):
+        if isinstance(optimizer, CAME):
+            optimizer.step(None if is_fp32 else partial(round_stochastically, generator=generator))
+        elif is_fp32:
             optimizer.step()
-            return
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                step_rounded(optimizer, group, parameter, generator)
+        else:
+            for bucket in buckets(parameter for parameter in group["params"] if parameter.grad is not None):
+                step_rounded(optimizer, group, bucket, generator)
     except RuntimeError as error:
         # The errors of a missing compiler differ by platform and version, but torch defines them in these modules.
         compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
@@ -246,28 +251,29 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 def step_rounded(
     optimizer: torch.optim.Optimizer,
     group: Json,
-    parameter: torch.Tensor,
+    bucket: list[torch.Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Take the step of one parameter of `group` in fp32 and round it stochastically to the parameter's bf16.
+    """Take the step of parameters of `group` of equal shape in fp32, and round it stochastically to their bf16.
 
-    The optimizer must treat each parameter separately. Its state is then in fp32 and belongs to `parameter`.
+    The optimizer must treat each parameter separately. Its states are then in fp32 and belong to the parameters.
     """
-    assert parameter.grad is not None
-    master = torch.nn.Parameter(parameter.detach().float())
-    master.grad = parameter.grad.float()
-    # Copies the attribute `shard_sizes`, which the optimizer reads.
-    vars(master).update(vars(parameter))
-    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [master]}]
-    optimizer.state[master] = optimizer.state.pop(parameter, {})
+    weights = torch.stack(bucket).float()
+    gradients = torch.stack([parameter.grad for parameter in bucket]).float()  # type: ignore[misc]
+    masters = [torch.nn.Parameter(weight) for weight in weights]
+    for parameter, master, gradient in zip(bucket, masters, gradients, strict=True):
+        master.grad = gradient
+        # Copies the attribute `shard_sizes`, which the optimizer reads.
+        vars(master).update(vars(parameter))
+        optimizer.state[master] = optimizer.state.pop(parameter, {})
+    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": masters}]
     try:
         optimizer.step()
     finally:
-        optimizer.state[parameter] = optimizer.state.pop(master)
+        for parameter, master in zip(bucket, masters, strict=True):
+            optimizer.state[parameter] = optimizer.state.pop(master)
         optimizer.param_groups = groups
-    # For an fp32 parameter `.float()` returned the same memory, so the step has already changed it.
-    if parameter.dtype != torch.float32:
-        parameter.copy_(round_stochastically(master.detach(), generator))
+    torch._foreach_copy_(bucket, round_stochastically(weights, generator).unbind())
 
 
 def start_average(parameters: Tensors) -> dict[str, torch.Tensor]:
@@ -287,8 +293,10 @@ def average_decay(decay: float, step: int) -> float:
 @torch.no_grad()
 def update_average(average: Tensors, parameters: Tensors, decay: float) -> None:
     """Replace `average` by decay * average + (1 - decay) * parameters, in place, after a step of the optimizer."""
-    for name, parameter in parameters.items():
-        average[name].lerp_(parameter.detach().float(), 1.0 - decay)
+    averages = {parameter: average[name] for name, parameter in parameters.items()}
+    for bucket in buckets(parameters.values()):
+        weights = bucket if bucket[0].dtype == torch.float32 else torch.stack(bucket).float().unbind()
+        torch._foreach_lerp_([averages[parameter] for parameter in bucket], weights, 1.0 - decay)
 
 
 @contextmanager

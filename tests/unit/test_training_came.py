@@ -2,9 +2,18 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sana_core.training import came
 from sana_core.training.came import BLOCK, dequantise, empty_codes, quantise
-from sana_core.training.optimizers import make_optimizer, optimizer_state
+from sana_core.training.optimizers import (
+    make_optimizer,
+    optimizer_state,
+    start_average,
+    step_optimizer,
+    update_average,
+)
 
 
 def normal(*shape, seed=0):
@@ -80,6 +89,62 @@ def test_came_keeps_half_of_what_adamw_keeps(state_bytes):
 
 def test_came8bit_keeps_at_most_1_1_bytes_a_parameter(state_bytes):
     assert 1.0 < state_bytes("came8bit") <= 1.04
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations within it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Fake tensors ask for devices.
+        self.count += func.overloadpacket.__name__ != "device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_step_of_sana_1_6b_takes_few_operations(dtype):
+    """The weights, one after another, took 26,360 operations in fp32 and 32,298 in bf16."""
+    from diffusers import SanaTransformer2DModel
+
+    with torch.device("meta"):
+        shapes = [weight.shape for weight in SanaTransformer2DModel().parameters()]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parameters = [torch.nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer, average = make_optimizer("came8bit", parameters, 1e-4), start_average(dict(enumerate(parameters)))
+        step_optimizer(optimizer, torch.Generator())
+        with Operations() as operations:
+            step_optimizer(optimizer, torch.Generator())
+        assert operations.count <= (2000 if dtype == torch.float32 else 2400)
+        with Operations() as operations:
+            update_average(average, dict(enumerate(parameters)), 0.9)
+        assert operations.count <= 150
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["came", "came8bit", "adamw"])
+def test_equal_parameters_together_take_the_steps_of_each_alone(name, dtype, monkeypatch):
+    shapes = [shape for shape in [(64, 96), (64, 65, 1, 1), (64, 1, 3, 3), (4100,), (7,)] for _ in range(3)]
+
+    def trained(bucket):
+        monkeypatch.setattr(came, "BUCKET", bucket)
+        parameters = [torch.nn.Parameter(normal(*shape, seed=index).to(dtype)) for index, shape in enumerate(shapes)]
+        optimizer, average = make_optimizer(name, parameters, 1e-2, 0.1), start_average(dict(enumerate(parameters)))
+        for step in range(5):
+            for index, parameter in enumerate(parameters):
+                # A parameter without a gradient leaves the others their states.
+                gradient = normal(*parameter.shape, seed=100 * step + index).to(dtype) * (1 + index)
+                parameter.grad = None if (step, index) == (2, 1) else gradient
+            step_optimizer(optimizer, torch.Generator().manual_seed(step))
+            update_average(average, dict(enumerate(parameters)), 0.9)
+        tensors, _ = optimizer_state(optimizer)
+        return [*parameters, *average.values(), *(tensors[key] for key in sorted(tensors))]
+
+    together, alone = trained(came.BUCKET), trained(1)
+    assert len(together) == len(alone) > 3 * len(shapes)
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, BLOCK, 10 * BLOCK, 10 * BLOCK + 7])

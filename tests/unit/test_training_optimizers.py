@@ -232,7 +232,7 @@ def test_bf16_weights_move_by_updates_that_are_too_small_for_them(name):
 
 def test_an_error_in_a_step_leaves_the_groups_as_they_were(monkeypatch):
     parameters = weights(torch.bfloat16)
-    optimizer = make_optimizer("came", parameters, 1e-2)
+    optimizer = make_optimizer("adamw", parameters, 1e-2)
     train(optimizer, parameters, range(1))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
