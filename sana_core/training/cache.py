@@ -33,6 +33,7 @@ from ..decode import encode_images
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
 from ..model.latents import CHANNELS, DOWNSCALE
 from ..model.text import encode_prompts
+from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_of, read_small, reason_of, write_whole
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
@@ -110,10 +111,15 @@ def load_encoders(settings: TrainingSettings, device: torch.device, poll: Poll) 
     """
     loaded: Json = {}
 
+    def clear() -> None:
+        if loaded and not settings.stream:
+            loaded.clear()
+            # Windows' driver lends system memory, which is slow, before torch would give its cache back.
+            empty_cache(device)
+
     def model(kind: str, load: Callable[..., Any], *options: object) -> Any:
         if kind not in loaded:
-            if not settings.stream:
-                loaded.clear()
+            clear()
             loaded[kind] = load(settings.source(kind), device, *options)
         return loaded[kind]
 
@@ -129,8 +135,7 @@ def load_encoders(settings: TrainingSettings, device: torch.device, poll: Poll) 
     try:
         yield Encoders(encode_pixels, encode_caption)
     finally:
-        if not settings.stream:
-            loaded.clear()
+        clear()
 
 
 class Batch(NamedTuple):

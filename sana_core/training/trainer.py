@@ -31,7 +31,7 @@ from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.latents import DOWNSCALE
 from ..model.reference import reference_of
-from ..runtime.accelerator import chosen_device, is_out_of_memory
+from ..runtime.accelerator import chosen_device, empty_cache, is_out_of_memory
 from ..runtime.atomic_files import digest_of, make_folder, remove
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
@@ -604,6 +604,8 @@ class Trainer:
 
         These are the moving average or schedulefree's weights, if there are any.
         """
+                models = []
+                empty_cache(self.device)
         # Without dropout nothing is turned off. `without_dropout` imports peft, which full training does not need.
         dropout = trained_model.without_dropout(self.transformer) if self.settings.method.dropout else nullcontext()
         with optimizers.validation_weights(self.optimizer), dropout:

@@ -138,6 +138,17 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
+def test_the_memory_of_each_encoder_is_returned_once(settings, monkeypatch, tmp_path):
+    devices = []
+    monkeypatch.setattr(cache, "empty_cache", devices.append)
+    run_settings = replace(settings(steps=1, validation=Validation()), cache=str(tmp_path / "cache"))
+    trainer.train(run_settings)
+    assert devices == 2 * [torch.device("cpu")]
+    # With a complete cache neither is loaded.
+    trainer.train(replace(run_settings, out=str(tmp_path / "again")))
+    assert len(devices) == 2
+
+
 def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
     readers, read_entry = [], cache.Store.read
     with monkeypatch.context() as patch:
