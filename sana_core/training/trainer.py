@@ -25,7 +25,7 @@ from ..checkpoints import find_part, inspect_checkpoint, load_transformer
 from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module
-from ..errors import InputError, SanaError, TrainingError
+from ..errors import InputError, SanaError, TrainingError, first_line
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
@@ -233,6 +233,15 @@ class Trainer:
                     finally:
                         self.log.close()
                 return self.finish()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                saved = f"step {self.saved_step} is saved" if self.saved_step else "no step is saved"
+                raise TrainingError(
+                    f"training: memory ran out ({first_line(error):.100}), {saved}; lower phase.batch and raise "
+                    "phase.accumulate, set checkpoint_gradients to true, or method.base to int8; train --plan names "
+                    "settings that fit"
+                ) from error
             finally:
                 # The encoders of streamed data refer to this trainer, which holds the data. Clearing it breaks the
                 # cycle, so the GPU's memory is freed at once.
@@ -595,6 +604,8 @@ class Trainer:
             if self.settings.validation.prompts:
                 models = self.gather_models(self.device, trained_alone=False)
                 self.ranks.run_on_rank0(lambda: self.preview(models, best))
+                models = []
+                empty_cache(self.device)
         # A validation that is cancelled while it generates images is repeated.
         self.validated_step, self.best = step, best
 
@@ -604,8 +615,6 @@ class Trainer:
 
         These are the moving average or schedulefree's weights, if there are any.
         """
-                models = []
-                empty_cache(self.device)
         # Without dropout nothing is turned off. `without_dropout` imports peft, which full training does not need.
         dropout = trained_model.without_dropout(self.transformer) if self.settings.method.dropout else nullcontext()
         with optimizers.validation_weights(self.optimizer), dropout:
@@ -798,7 +807,7 @@ class Trainer:
                 self.steps_without_images += 1
                 return None
             self.steps_without_images = 0
-            loss, norm = self.compute_gradients(microbatches, images)
+            loss, norm = self.compute_within_memory(microbatches, images)
         self.apply_gradients(rate)
         return {
             "step": progress.step + 1,
@@ -810,6 +819,25 @@ class Trainer:
             "images": images,
             "seconds": round(time.perf_counter() - began, 4),
         }
+
+    def compute_within_memory(self, microbatches: Sequence[LoadedMicrobatch], total: int) -> tuple[float, float]:
+        """As `compute_gradients`. If memory runs out, turn gradient checkpointing on, unless it is, and try again.
+
+        Several ranks would have to turn it on together, and on Apple's GPU it repeats no dropout.
+        """
+        is_off = not self.transformer.is_gradient_checkpointing
+        if is_off and not self.ranks.launched and self.device.type != "mps":
+            try:
+                return self.compute_gradients(microbatches, total)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                step, reason = self.progress.step, first_line(error)
+                logger.warning("memory ran out (%.100s), so checkpoint_gradients is on from step %d", reason, step)
+            self.optimizer.zero_grad()
+            for model in self.models:
+                model.enable_gradient_checkpointing()
+        return self.compute_gradients(microbatches, total)
 
     def compute_gradients(self, microbatches: Sequence[LoadedMicrobatch], total: int) -> tuple[float, float]:
         """Compute the gradients of a step and clip them. Returns the mean loss and the norm of the gradients.

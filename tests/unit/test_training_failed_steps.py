@@ -222,7 +222,10 @@ def test_a_cache_that_breaks_in_a_run_loses_no_step(make, check_resumed, part, d
 
     errors = fail(settings, ranks, at_step(FAILING, damage_cache))
     assert all(kind in ("ReadError", "TrainingError") and "cache: " in text for kind, text in errors), errors
-    check_resumed(settings, ranks)
+    # A thread may have read the entries of the next step before they were damaged.
+    failed = int(newest(settings.out).name.removeprefix("step-"))
+    assert failed in (FAILING, FAILING + 1)
+    check_resumed(settings, ranks, failed)
 
 
 def test_an_image_that_breaks_on_one_rank_alone_loses_no_step(make, check_resumed, monkeypatch):
@@ -425,7 +428,7 @@ def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, chec
         trainer.train(settings, ranks=ranks)
 
     ((kind, text, _),) = outcomes(1, work)
-    assert kind == "OutOfMemoryError" and "a block does not fit" in text
+    assert kind == "TrainingError" and "a block does not fit" in text
     check_resumed(settings, LAUNCHED)
 
 

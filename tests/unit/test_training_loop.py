@@ -149,6 +149,35 @@ def test_the_memory_of_each_encoder_is_returned_once(settings, monkeypatch, tmp_
     assert len(devices) == 2
 
 
+def test_memory_that_runs_out_turns_checkpointing_on_or_names_what_takes_less(settings, monkeypatch):
+    """Without checkpointing the forward of step 1 fails. In the other run, so does the repeated one."""
+    calls, predict = [], loss.flow_loss
+
+    def limited(transformer, *words):
+        calls.append(transformer.is_gradient_checkpointing)
+        if len(calls) > 2 and (not calls[-1] or fails):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return predict(transformer, *words)
+
+    monkeypatch.setattr(trainer, "flow_loss", limited)
+    options = {"validation": Validation(), "checkpoint_gradients": False, "steps": 3}
+    fails = False
+    trainer.train(settings("retried", **options))
+    assert calls == [False] * 3 + [True] * 4
+    monkeypatch.setattr(trainer, "flow_loss", predict)
+    trainer.train(settings("whole", **options))
+    for name in lines_of(settings("whole").out)[0].keys() - {"seconds"}:
+        retried, uninterrupted = ([line[name] for line in lines_of(settings(out).out)] for out in ("retried", "whole"))
+        assert retried == pytest.approx(uninterrupted)
+    calls.clear()
+    fails = True
+    monkeypatch.setattr(trainer, "flow_loss", limited)
+    expected = r"memory ran out \(OutOfMemoryError: CUDA out of memory\), step 1 is saved; lower phase.batch "
+    with pytest.raises(TrainingError, match=expected):
+        trainer.train(settings("failed", **options))
+    assert newest(settings("failed").out).name == "step-0000001"
+
+
 def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
     readers, read_entry = [], cache.Store.read
     with monkeypatch.context() as patch:
