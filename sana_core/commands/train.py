@@ -102,7 +102,6 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         write_progress(f"{eta.describe(line)} ")
 
     def progress(what: str, done: int, total: int) -> None:
-        eta.restart()
         write_progress(f"{what}: {done} of {total} " + ("\n" if done == total else ""))
 
     def write_progress(text: str) -> None:
@@ -117,7 +116,8 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
         show = stack.enter_context(progress_line())
         path = train(settings, report, progress if ranks.first else ignore, poll, ranks=ranks)
     if ranks.first:
-        write_lines(path)
+        # Without the .. of a path that is relative to the settings file.
+        write_lines(path.resolve())
 
 
 def plan_lines(

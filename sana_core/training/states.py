@@ -468,19 +468,17 @@ def read_losses(out: Path) -> list[float]:
 
 
 class Eta:
-    """Measures the time since training began or resumed, and estimates the remaining time."""
+    """Estimates the remaining time from the time since the first step of this process began."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
+        self.began = 0.0
         self.first: int | None = None
-
-    def restart(self) -> None:
-        """Start again, because the time of the preparation does not count."""
-        self.began = time.monotonic()
 
     def describe(self, line: Line) -> str:
         """Return a step's reported line as text: step, loss, rate, speed and remaining time."""
-        self.first = line["step"] - 1 if self.first is None else self.first
+        if self.first is None:
+            # The preparation and the first validation do not count.
+            self.first, self.began = line["step"] - 1, time.monotonic() - line["seconds"]
         seconds_left = (time.monotonic() - self.began) / (line["step"] - self.first) * (line["steps"] - line["step"])
         speed = line["images"] / max(line["seconds"], 1e-9)
         text = f"step {line['step']} of {line['steps']}, loss {line['loss']:.4f}, rate {line['learning_rate']:.2g}"

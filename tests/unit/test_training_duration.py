@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import train_memory
 from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings
 from sana_core.model.known_models import Architecture
-from sana_core.training import plan
+from sana_core.training import plan, states
 from sana_core.training.plan import duration_lines, read_base, released_base, step_operations
 from sana_core.training.settings import Method, read_settings
+from sana_core.training.states import Eta
 
 MODEL = Architecture(2240, 8)
 
@@ -56,3 +57,11 @@ def test_the_lines_name_each_phase_and_what_several_gpus_take():
     base = read_base(settings)
     (one,), (four,) = duration_lines(settings, base), duration_lines(settings, base, 4)
     assert one.startswith("phase 1: a step of ") and one.count(" in all") == 2 and "on 4 H100s" in four
+
+
+def test_the_time_left_does_not_count_what_was_before_the_first_step(monkeypatch):
+    eta, line = Eta(), {"loss": 0.7, "learning_rate": 1e-4, "images": 4, "seconds": 2.0, "steps": 11}
+    # The preparation and the first validation take 1000 s, a later one 8 s.
+    for step, now, remaining in ((1, 1002.0, "0:00:20"), (2, 1012.0, "0:00:54")):
+        monkeypatch.setattr(states.time, "monotonic", lambda now=now: now)
+        assert eta.describe({**line, "step": step}).endswith(f"2.00 images a second, {remaining} left")

@@ -48,7 +48,6 @@ class View:
 
     def progress(self, stage: str, count: int, total: int) -> None:
         """Show the progress of a stage of the preparation."""
-        self.eta.restart()
         self.status(f"{stage}: {count} of {total}{self.fit}", count == total)
         self.advance(stage, count, total)
 
