@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -89,8 +90,10 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
 
     # The prediction needs a number of ranks that the replicas divide.
     check_launch(settings, ranks)
-    if ranks.first:
-        warn_of_memory(settings, ranks.size)
+    fitted = ranks.run_on_rank0(lambda: fit_memory(settings, ranks.size))
+    # Paths may differ between machines, so only this setting is broadcast.
+    checkpointing = ranks.broadcast(fitted is None or fitted.checkpoint_gradients)
+    settings = replace(settings, checkpoint_gradients=checkpointing)
     eta, out = Eta(), Path(settings.out)
 
     def report(line: Line) -> None:
@@ -136,6 +139,7 @@ def plan_lines(
     from ..training.optimizers import DDP
     from ..training.plan import (
         arrangement_lines,
+        decide_checkpointing,
         duration_lines,
         fit_lines,
         plan_training,
@@ -165,6 +169,8 @@ def plan_lines(
     # A machine without a GPU can plan too.
     if room is None and current_accelerator() is not None and settings.device != "cpu":
         room = memory_info(chosen_device(settings.device))[1]
+    if room is not None:
+        settings = decide_checkpointing(settings, base, room, cards)
     plan = plan_training(settings, base, cards)
     lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
     if several:
@@ -172,20 +178,28 @@ def plan_lines(
     return [*lines, *fit_lines(settings, base, plan, room)]
 
 
-def warn_of_memory(settings: TrainingSettings, cards: int = 1) -> None:
-    """Write a line if the accelerator has less memory than the training on `cards` GPUs needs."""
+def fit_memory(settings: TrainingSettings, cards: int = 1) -> TrainingSettings:
+    """Return `settings` without gradient checkpointing, if `cards` accelerators like this one have the memory.
+
+    Writes a line if they need more memory than they have.
+    """
     from ..runtime.accelerator import chosen_device, memory_info
-    from ..training.plan import plan_training, read_base
+    from ..training.plan import decide_checkpointing, plan_training, read_base
 
     device = chosen_device(settings.device)
     if device.type == "cpu":
-        return
-    plan, room = plan_training(settings, read_base(settings), cards), memory_info(device)[1]
+        return settings
+    free, room = memory_info(device)
+    with progress_line() as show:
+        base = read_base(settings, report=lambda text: show(f"{text:<70}"))
+        plan = plan_training(settings, base, cards)
+        decided = decide_checkpointing(settings, base, free, cards)
     if plan.gpu_bytes > room:
         sys.stderr.write(
             f"warning: {plan.largest.name} may take {plan.gpu_bytes / 1e9:.1f} GB, and {device} has {room / 1e9:.1f} "
             "GB; see --plan\n"
         )
+    return decided
 
 
 @contextmanager

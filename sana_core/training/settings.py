@@ -440,7 +440,9 @@ class TrainingSettings:
         0.1, "The share of images that are learned without their caption, which guidance needs.", within(0, 1)
     )
     checkpoint_gradients: bool = setting(
-        True, "On: each step computes some values twice. This takes far less memory and a third more time."
+        True,
+        "On: if the GPU's memory needs it, each step computes some values twice. This takes far less memory and up to "
+        "twice the time. Off: never.",
     )
     save_every: int = setting(
         500, "Steps between saved states, from which a training resumes. Stopping saves too.", within(1, 10**9)

@@ -14,7 +14,16 @@ from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError
 from ....sana_core.runtime.text import get_logger
-from ....sana_core.training.plan import REACHED, Base, Plan, fit_lines, measured_seconds, plan_training, read_base
+from ....sana_core.training.plan import (
+    SLOWEST,
+    Base,
+    Plan,
+    decide_checkpointing,
+    fit_lines,
+    measured_seconds,
+    plan_training,
+    read_base,
+)
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ....sana_core.training.states import clock, find_states, read_losses
 from ....sana_core.training.trainer import check_base, train
@@ -220,6 +229,8 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     view = View(node_id, read_losses(Path(settings.out)), sum(phase.steps or 0 for phase in settings.phase))
     try:
         base = read_base(settings, poll, lambda text: view.status(text, True))
+        if device.type != "cpu":
+            settings = decide_checkpointing(settings, base, management.get_total_memory(device))
         plan = plan_training(settings, base, accelerator=device.type != "cpu")
         # Other models stay loaded if the run has enough room without their memory.
         management.free_memory(memory_to_free(plan), device)
@@ -230,7 +241,7 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
             # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
             (logger.info if plan.gpu_bytes <= memory else logger.warning)(fit)
             seconds = measured_seconds(settings, base, device, newest_step(settings))
-            view.fit = f"; {fit}; about {clock(seconds)} at {REACHED * 100:.0f} % of this GPU's speed"
+            view.fit = f"; {fit}; {clock(seconds)} to {clock(SLOWEST * seconds)}"
         # ComfyUI runs nodes in inference mode, and its tensors have no gradients. The run creates all of its tensors.
         with torch.inference_mode(False), torch.enable_grad():
             file = train(settings, view.report, view.progress, poll, view.show)
