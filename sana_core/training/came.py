@@ -15,8 +15,8 @@ small. It loses 0.7 % (RMS) of normal values, like evenly spaced codes. In block
 also loses 0.7 %, while evenly spaced codes lose 2.5 %. The dynamic type of Dettmers et al. 2022 (arXiv 2110.02861)
 loses 1.1 % in both cases.
 
-Parameters of equal shape are updated together, as tensors [n, *shape]. Before that, SANA 1.6B took 26,000 small
-operations in a step, and Python took twice the time for them that it takes for forward and backward.
+Parameters of equal shape are updated together, as tensors [n, *shape]. One after another, those of SANA 1.6B would take
+26,000 small operations in a step, for which Python needs twice the time of forward and backward.
 
 pytorch_optimizer has a CAME that takes the same steps for matrices and vectors. It cannot replace this one: it stores
 11.5 bytes per parameter of SANA 1.6B instead of 4, because it factors the wrong dimensions of 1x1 convolutions; it has
