@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -78,7 +78,9 @@ def stated_forms(part: Checkpoint, scales: Mapping[str, Mapping[str, Header]]) -
     """
     # Name in the file, with and without its prefix, or diffusers' name: the layers that it became.
     layers: defaultdict[str, set[str]] = defaultdict(set)
-    start = commonprefix([origin.name for origin in part.origins.values()]).rfind(".") + 1
+    names = [origin.name for origin in part.origins.values()]
+    pairs = zip(min(names, default="").split("."), max(names, default="").split("."), strict=False)
+    start = sum(len(word) + 1 for word, other in takewhile(lambda pair: pair[0] == pair[1], pairs))
     for name, origin in part.origins.items():
         if name.endswith(".weight"):
             for spelling in (name, origin.name, origin.name[start:]):

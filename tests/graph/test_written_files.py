@@ -35,6 +35,7 @@ NVIDIA = {
     "blocks.1.mlp.point_conv.conv": "transformer_blocks.1.ff.conv_point",
     "blocks.0.attn.qkv": "transformer_blocks.0.attn1.to_k",
 }
+UNEQUAL = r"attn.qkv\.[\w.]+ has \d+ rows, expected 3 equal parts"
 WRONG = re.compile("download|expected one of .safetensors|Traceback", re.IGNORECASE)
 LAYER = "transformer_blocks.2.attn2.to_q"
 
@@ -85,7 +86,9 @@ def generated_in_nvidia_s_layout(checkpoint):
     for name, file in generated(plain, list(NVIDIA), "model.diffusion_model."):
         if name.startswith(("mxfp8", "nvfp4")) or "blocks of scales" in name:
             # Queries, keys and values share tiles or blocks of scales.
-            file = file._replace(error=r"attn.qkv.weight_scale\w* has \d+ rows, expected 3 equal parts")
+            file = file._replace(error=UNEQUAL)
+        elif file.error is not None:
+            file = file._replace(error=f"{file.error}|{UNEQUAL}")
         yield f"NVIDIA's, {name}", file
 
 
