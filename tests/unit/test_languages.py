@@ -49,6 +49,7 @@ def test_each_leads_to_the_other_and_to_headings_that_it_has():
 
 @pytest.mark.parametrize("page", [ENGLISH, CHINESE], ids=["English", "Chinese"])
 def test_a_readme_names_templates_as_the_template_browser_shows_them(page):
-    # The template browser shows the names of the files, in every language.
+    # The template browser and the node library show the names of the files, in every language.
     named = set(re.findall(r"\*(SANA [^*]+)\*", page))
-    assert len(named) > 8 and named <= {path.stem for path in ROOT.glob("workflows/*.json")}
+    assert len(named) > 8
+    assert named <= {path.stem for folder in ("workflows", "subgraphs") for path in ROOT.glob(f"{folder}/*.json")}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = ["--width", "32", "--height", "32", "--steps", "1", "--dtype", "float32"]
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 # Progress lines of the commands.
-PROGRESS = re.compile(r"(?!out: ).*\d+ of \d+.*|\d\d:\d\d:\d\d .*|generating in .*|")
+PROGRESS = re.compile(r"(?!out: ).*\d+ of \d+.*|\d\d:\d\d:\d\d .*|generating in .*|estimating the memory of .*|")
 
 
 class SharingViolation(PermissionError):

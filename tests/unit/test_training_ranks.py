@@ -206,7 +206,7 @@ def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_
 
 def test_rows_of_came_step_as_the_whole_does():
     """The gradients are fixed, because the first steps of CAME magnify the rounding errors of zero gradients."""
-    shapes = [(7, 5), (6, 4, 1, 1), (3,), (5, 1, 3, 3), (1, 9)]
+    shapes = [(7, 5), (6, 4, 1, 1), (3,), (5, 1, 3, 3), (1, 9)] * 2
     generator = torch.Generator().manual_seed(2)
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
 
@@ -219,8 +219,9 @@ def test_rows_of_came_step_as_the_whole_does():
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient[rows(tuple(gradient.shape), ranks)].clone()
             optimizer.step()
-        # Three messages per step for any number of weights: sums of columns, of all, and of columns of differences.
-        assert len(messages) == 3 * len(gradients)
+        # Three messages per step for any number of matrices of a shape: sums of columns, of all, and of columns of
+        # differences. One for any number of other weights of a shape.
+        assert len(messages) == (3 * 3 + 2) * len(gradients)
         return [parameter.detach() for parameter in parameters]
 
     undivided, parts = steps(ALONE), results_of(3, steps)
