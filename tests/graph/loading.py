@@ -44,6 +44,24 @@ def through(graph, node, name="patch", **inputs):
     return graph
 
 
+def model_node(change):
+    """Return the class of a pack's node that gives a clone of its MODEL to `change`, and returns the clone."""
+
+    class ModelNode:
+        RETURN_TYPES, FUNCTION = ("MODEL",), "run"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"model": ("MODEL",)}}
+
+        def run(self, model):
+            clone = model.clone()
+            change(clone)
+            return (clone,)
+
+    return ModelNode
+
+
 def ksampler(graph, **inputs):
     """`graph` with core's KSampler in the place of SANA Sampler."""
     saved = {key: graph["sample"][1][key] for key in KEPT}

@@ -12,6 +12,7 @@ import torch
 from clips import PROMPT, save_clip
 from fake_cuda import pack
 from in_process import NodeError
+from loading import model_node
 from test_batch_sampler import TWO, batch_graph, with_lora  # noqa: F401
 from test_several_gpus import files  # noqa: F401
 
@@ -281,21 +282,10 @@ def test_a_patched_model_is_used_by_the_thread_with_a_line_that_says_why(
     monkeypatch,
     node_texts,
 ):
-    class Patch:
-        """A node of another pack with a function on the MODEL."""
+    def patch(model):
+        model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 3 * (args["cond"] - args["uncond"]))
 
-        RETURN_TYPES, FUNCTION = ("MODEL",), "patch"
-
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {"model": ("MODEL",)}}
-
-        def patch(self, model):
-            model = model.clone()
-            model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 3 * (args["cond"] - args["uncond"]))
-            return (model,)
-
-    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", Patch)
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", model_node(patch))
     expected = host.run(through(batch_graph(), "Patch"))["image"]
     assert torch.equal(host.run(through(batch_graph(devices=TWO), "Patch"))["image"], expected)
     lines = node_texts[-1][1].splitlines()

@@ -6,7 +6,7 @@ import layouts
 import pytest
 import torch
 from in_process import NodeError
-from loading import random_controlnet
+from loading import model_node, random_controlnet, through
 from test_lora import written
 
 ROUNDS = "rounds the inputs of layers: in a batch or a split image, an image differs slightly"
@@ -62,28 +62,18 @@ def test_blocks_that_a_pack_replaces_in_each_call_are_refused(host, base_graph, 
     class CachedBlocks(torch.nn.Module):
         pass
 
-    class Replace:
-        RETURN_TYPES, FUNCTION = ("MODEL",), "replace"
+    def replace_blocks(model):
+        transformer = model.get_model_object("diffusion_model")
 
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {"model": ("MODEL",)}}
+        def wrapper(apply_model, call):
+            with mock.patch.object(transformer, "transformer_blocks", torch.nn.ModuleList([CachedBlocks()])):
+                return apply_model(call["input"], call["timestep"], **call["c"])
 
-        def replace(self, model):
-            model = model.clone()
-            transformer = model.get_model_object("diffusion_model")
-
-            def wrapper(apply_model, call):
-                with mock.patch.object(transformer, "transformer_blocks", torch.nn.ModuleList([CachedBlocks()])):
-                    return apply_model(call["input"], call["timestep"], **call["c"])
-
-            model.set_model_unet_function_wrapper(wrapper)
-            return (model,)
+        model.set_model_unet_function_wrapper(wrapper)
 
     graph = base_graph(steps=1)
-    graph["replace"] = ("ReplaceBlocks", {"model": ["load", 0]})
-    graph["sample"][1]["model"] = ["replace", 0]
-    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "ReplaceBlocks", Replace)
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "ReplaceBlocks", model_node(replace_blocks))
+    through(graph, "ReplaceBlocks")
     with pytest.raises(NodeError, match="^model: got a node of ComfyUI-Changer that replaces all blocks in each call"):
         host.run(graph)
     graph["sample"][1]["model"] = ["load", 0]

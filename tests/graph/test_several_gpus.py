@@ -13,7 +13,7 @@ from clips import PROMPT, save_clip
 from fake_cuda import pack
 from host_cards import host_cards
 from in_process import NodeError
-from loading import random_controlnet
+from loading import model_node, random_controlnet
 from pretend_card import ERRORS, NAN, computed_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -379,21 +379,11 @@ def test_each_gpu_gets_as_many_images_at_once_as_fit(host):
 
 
 def test_a_patched_model_is_used_on_its_own_gpu_with_a_line_that_says_why(host, on_cpu, monkeypatch, node_texts):
-    class Patch:
-        """A node that replaces the transformer, as some packs do for torch.compile."""
+    def patch(model):
+        # Some packs replace the transformer like this for torch.compile.
+        model.add_object_patch("diffusion_model", model.model.diffusion_model)
 
-        RETURN_TYPES, FUNCTION = ("MODEL",), "patch"
-
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {"model": ("MODEL",)}}
-
-        def patch(self, model):
-            model = model.clone()
-            model.add_object_patch("diffusion_model", model.model.diffusion_model)
-            return (model,)
-
-    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", Patch)
+    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", model_node(patch))
     with host_cards(host) as cards:
         graph = {**batch_graph(model="patch"), "patch": ("Patch", {"model": ["load", 0]})}
         check(host.run(graph), on_cpu(), CARDS[0])
