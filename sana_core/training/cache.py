@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,7 +32,7 @@ from ..checkpoints import load_autoencoder
 from ..checkpoints.fingerprint import digest_json, fingerprint, size_and_times
 from ..decode import encode_images
 from ..errors import ExistingFileError, InputError, MissingFileError, OutputError, ReadError, SanaError
-from ..model.latents import CHANNELS, DOWNSCALE
+from ..model.latents import CHANNELS, DOWNSCALE, latent_shape
 from ..model.text import encode_prompts
 from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_of, read_small, reason_of, write_whole
@@ -227,8 +228,7 @@ def build_cache(
                     crop = [] if sample.crop == MIDDLE else [sample.crop]
                     key_values = [file_digests, sample.bucket, CROP_RULE, ids.autoencoder, *crop]
                     path = store.path("latents", key_values)
-                    width, height = sample.bucket
-                    least = CHANNELS * (width // DOWNSCALE) * (height // DOWNSCALE) * torch.float32.itemsize
+                    least = math.prod(latent_shape(*sample.bucket, 1)) * torch.float32.itemsize
                     pixels = None if store.has(path, least) else read_image(sample, file_digests)
                 except IMAGE_FAULTS as fault:
                     faults[sample.files] = without_traceback(fault)
