@@ -170,7 +170,7 @@ def text_to_image() -> Subgraph:
 
 def prompt_list() -> Node:
     values = {"clip": INSIDE[1], "prompts": PROMPTS, "instruction": True}
-    return Node("SanaNodesPromptList", values, "Prompts, one a line")
+    return Node("SanaNodesPromptList", values, "Prompts, one per line")
 
 
 def batch_sampler(count: int, **links: Link) -> Node:

@@ -16,8 +16,8 @@ from sana_core.checkpoints.downloads import DOWNLOADS, download_command
 DOWNLOADED = {"SANA Sprint", "SANA video from text or image"}
 # Output nodes. App Mode shows their results.
 SHOWING = ("SaveImage", "SaveVideo", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
-# A line of a tree of files.
-BRANCH = "\u251c\u2500\u2500 "
+# The lines of a tree of files: an entry, the last entry, and what is left of the entries of a folder.
+BRANCH, LAST, BESIDE = "\u251c\u2500\u2500 ", "\u2514\u2500\u2500 ", "\u2502   "
 
 
 class Template(NamedTuple):
@@ -36,13 +36,15 @@ def note(template: str, *released: str, width: int = 310) -> Node:
     text = (ROOT / "scripts" / "notes.md").read_text(encoding="utf-8")
     (words,) = re.findall(rf"^# {template}\n(.*?)\n(?=# |\Z)", text, re.M | re.S)
     for placeholder, folder in (("480P", VIDEO_480), ("720P", VIDEO_720)):
-        words = words.replace(f"\n{placeholder}\n", f"\n- `{download_command(folder)}`\n")
+        # Nodes 2.0 draws code in a line with too little contrast, and does not break a block of code.
+        words = words.replace(f"\n{placeholder}\n", f"\n> {download_command(folder)}\n")
     links = [f"- [{name}]({DOWNLOADS[name].url}), {DOWNLOADS[name].gigabytes} GB" for name in released]
-    folders = dict.fromkeys(DOWNLOADS[name].folder for name in released)
+    folders = list(dict.fromkeys(DOWNLOADS[name].folder for name in released))
     tree = ["", *links, "", "```", "ComfyUI/models/"] if released else []
     for folder in folders:
         names = [name for name in released if DOWNLOADS[name].folder == folder]
-        tree += [f"{BRANCH}{folder}/", *(f"\u2502   {BRANCH}{name}" for name in names)]
+        branch, beside = (LAST, " " * len(BESIDE)) if folder == folders[-1] else (BRANCH, BESIDE)
+        tree += [f"{branch}{folder}/", *(f"{beside}{LAST if name == names[-1] else BRANCH}{name}" for name in names)]
     return Node(NOTE, {"text": "\n".join([words.strip(), *tree, *(["```"] if released else [])])}, "Read me", width)
 
 
@@ -61,8 +63,8 @@ def own_image() -> dict[str, Node]:
     }
 
 
-def before(images: tuple[str, int]) -> Node:
-    return Node("PreviewImage", {"images": images}, "Before", room=220)
+def before(images: tuple[str, int], title: str = "Before") -> Node:
+    return Node("PreviewImage", {"images": images}, title, room=220)
 
 
 def randomized(nodes: dict[str, Node]) -> dict[str, Node]:
@@ -201,10 +203,10 @@ def controlnet(name: str) -> Template:
         "edges": Node("PreviewImage", {"images": ("canny", 0)}, "Edges"),
         **parts.image("a watercolour of a purple car in the desert at dusk", seed=1, **applied),
         "apply": Node("ControlNetApplyAdvanced", {**links, "image": ("canny", 0), **values}),
-        "save": save(("decode", 0), "sana-controlnet", "After"),
+        "save": save(("decode", 0), "sana-controlnet", "Result"),
     }
     columns = (
-        "note / model control empty | Image: own scale canny | Prompt: edges prompt negative | "
+        "note / model control empty | Image: own scale canny | edges / Prompt: prompt negative | "
         "ControlNet: apply sampler | decode save"
     )
     return Template(Graph(nodes, columns))
@@ -218,10 +220,10 @@ def lora(name: str) -> Template:
         "model": parts.demo_model(),
         "lora": Node("SanaNodesLoraLoader", {"model": INSIDE[0], "clip": INSIDE[1], **values}),
         **parts.image("a cyanotype of two green trees in the snow at dawn"),
-        "with_lora": parts.sampler(("empty", 0), ("lora", 0), "With the LoRA"),
+        "with_lora": parts.sampler(("empty", 0), ("lora", 0)),
         "decode_lora": parts.decode("with_lora"),
-        "before": before(("decode", 0)),
-        "save": save(("decode_lora", 0), "sana-lora", "After"),
+        "before": before(("decode", 0), "Without the LoRA"),
+        "save": save(("decode_lora", 0), "sana-lora", "With the LoRA"),
     }
     columns = (
         "note model lora | Prompt: prompt negative empty | Without the LoRA: sampler decode | "

@@ -30,8 +30,8 @@ ROWS: dict[str, Rows] = {
         [("Inpaint", "inpaint")],
     ],
     "SANA second pass": [[("Before", "before")], [("After", "second pass")]],
-    "SANA ControlNet": [[("Edges", "edges")], [("After", "after")]],
-    "SANA LoRA": [[("Before", "before")], [("After", "with the LoRA")]],
+    "SANA ControlNet": [[("Edges", "edges")], [("Result", "after")]],
+    "SANA LoRA": [[("Without the LoRA", "before")], [("With the LoRA", "with the LoRA")]],
     "SANA train a LoRA": [[("Contact sheet", "20 images")], [("Image with the LoRA", "the LoRA")]],
 }
 # Prompt and seed for the demo model.
