@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -32,11 +33,23 @@ def page(server):
         yield page
 
 
-def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
+def buttons_of_readme(start):
+    """The words in italics of the paragraph of README.md that starts so."""
+    (paragraph,) = re.findall(rf"^{re.escape(start)}.*?(?=\n\n)", (ROOT / "README.md").read_text(), re.M | re.S)
+    return re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", paragraph)
+
+
+def test_the_steps_of_the_readme_generate_an_image_of_the_demo_model(server, page):
+    templates, folder, name, run, save_image = buttons_of_readme("Open *Templates*")
+    # This server has the pack in the folder of make serve.
+    assert folder == "sana-nodes" and "sana" in buttons_of_readme("The first run downloads")
+    page.get_by_test_id("template-workflows-content").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name=templates, exact=True).click()
     page.get_by_role("button", name="sana", exact=True).click()
-    page.get_by_test_id("template-workflow-SANA 1 first image").wait_for()
+    page.get_by_test_id(f"template-workflow-{name}").wait_for()
     page.screenshot(path=ARTIFACTS / "templates.png")
-    page.get_by_test_id("template-workflow-SANA 1 first image").click()
+    page.get_by_test_id(f"template-workflow-{name}").click()
     page.wait_for_function("window.app.graph.nodes.some(node => node.type === 'SaveImage')")
 
     # The canvas sends the same graph as the scripts and the other tests, except for the size, which follows the model.
@@ -56,18 +69,29 @@ def test_the_demo_opens_from_the_template_browser_and_draws(server, page):
             elif name != "filename_prefix":
                 assert inputs_sent[name] == value
 
-    page.get_by_test_id("queue-button").click()
+    page.get_by_test_id("queue-button").get_by_text(run, exact=True).click()
     page.wait_for_function("Object.values(window.app.nodeOutputs).some(output => output.images?.length)")
-    page.wait_for_function("window.app.graph.nodes.find(node => node.type === 'SaveImage').imgs?.[0]?.complete")
+    page.wait_for_function(
+        "title => window.app.graph.nodes.find(node => node.title === title).imgs?.[0]?.complete", arg=save_image
+    )
     page.get_by_test_id("template-workflows-content").wait_for(state="hidden")
     page.wait_for_timeout(1000)
     page.screenshot(path=ARTIFACTS / "canvas.png")
 
     (image,) = page.evaluate("Object.values(window.app.nodeOutputs).flatMap(output => output.images ?? [])")
+    assert image["type"] == "output"
     picture = Image.open(io.BytesIO(get(server, "/view", **image))).convert("RGB")
     expected = Scene("dusk", "sea", "clear", "watercolour", (Group("lighthouse", "red"),), 0)
     results = score(load(), np.array(picture)[None], [expected])
     assert results["all"] == 1, results
+
+
+def test_the_button_of_the_readme_opens_the_help_page_of_a_node(page):
+    (node_info,) = buttons_of_readme("Each node has a help page")
+    page.evaluate("app.canvas.selectNode(app.graph.nodes.find(node => node.type === 'SanaNodesSampler'))")
+    page.get_by_role("button", name=node_info, exact=True).click()
+    about = (ROOT / "web" / "docs" / "SanaNodesSampler.md").read_text().splitlines()[2]
+    page.get_by_text(about).first.wait_for()
 
 
 FAR = """async graph => {
