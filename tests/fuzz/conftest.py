@@ -26,8 +26,8 @@ common = {
     # Explaining a failure takes minutes.
     "phases": set(Phase) - {Phase.explain},
 }
-for profile in ("test", "all"):
-    settings.register_profile(profile, max_examples=60, **common)
+for profile, examples in (("test", 25), ("all", 60)):
+    settings.register_profile(profile, max_examples=examples, **common)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "1000")), **common)
 settings.load_profile(os.environ.get("FUZZ_PROFILE", "test"))
 

@@ -92,13 +92,15 @@ def generated_in_nvidia_s_layout(checkpoint):
         yield f"NVIDIA's, {name}", file
 
 
+# The names before a layer's name are read in one place, whatever the format.
+@pytest.mark.parametrize("prefixes", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.slow)], ids=["", "more"])
 @pytest.mark.parametrize("part", PREFIXES)
-def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokenizer, ways, part):
+def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokenizer, ways, part, prefixes):
     plain, config = component(checkpoint, part)
     plain = {name.removeprefix("model."): value for name, value in plain.items()}
     counts = {"right": 0, "refused": 0}
-    files = [generated(plain, LAYERS[part], prefix) for prefix in PREFIXES[part]]
-    files += [generated_in_nvidia_s_layout(checkpoint)] if part == "transformer" else []
+    files = [generated(plain, LAYERS[part], prefix) for prefix in PREFIXES[part][prefixes]]
+    files += [generated_in_nvidia_s_layout(checkpoint)] if part == "transformer" and prefixes.start is None else []
     for name, file in itertools.chain(*files):
         inner = "text_encoders." if any(key.startswith("text_encoders.") for key in file.tensors) else ""
         extra = {inner + key: value for key, value in tokenizer.items()} if part == "text_encoder" else {}
@@ -119,7 +121,7 @@ def test_quantised_files_are_right_or_refused_with_the_reason(checkpoint, tokeni
                 assert error <= file.tolerance, (name, layer, error)
         counts["right"] += 1
     sys.stdout.write(f"{part}: {counts}\n")
-    assert sum(counts.values()) >= 150 and min(counts.values()) > 50, counts
+    assert sum(counts.values()) >= 60 and min(counts.values()) > 20, counts
 
 
 def test_layers_of_4_bits_are_dequantised_as_by_comfyui(host):

@@ -355,7 +355,7 @@ name = "{optimizer}"
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["plan"],
+        pytest.param(["plan"], marks=pytest.mark.slow),
         ["plan", "1.6B", "--gpu", "8"],
         [
             "generate",
@@ -385,6 +385,7 @@ def test_the_console_has_no_line_of_a_library(tmp_path, arguments):
     assert not [line for line in re.split(r"[\r\n]+", written.decode()) if not OURS.fullmatch(line.strip())]
 
 
+@pytest.mark.slow
 def test_without_docstrings_there_is_help_and_a_reason(tmp_path, checkpoint):
     """What -OO leaves of transformers cannot be imported."""
     python = [sys.executable, "-OO", "-m", "sana_core"]

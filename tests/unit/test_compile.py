@@ -104,7 +104,7 @@ def test_prompts_of_all_lengths_and_seeds_are_one_compilation_and_the_same_laten
 BUCKET = ((4, 6), (6, 4), (3, 8), (8, 3), (5, 5), (2, 12))
 
 
-@pytest.mark.parametrize("variant", ["sana", "sana-1.5"])
+@pytest.mark.parametrize("variant", [pytest.param("sana", marks=pytest.mark.slow), "sana-1.5"])
 def test_sizes_prompts_and_seeds_of_a_bucket_are_compiled_twice_at_most(variant, graphs):
     """Once for the first size, and once for all others: Dynamo then leaves rows and columns open."""
     transformer = tiny_transformer(variant)

@@ -151,7 +151,7 @@ BESIDE = {
     "devices": "--count 3",
     "split": "--devices cpu cpu",
 }
-# Modes that join two others.
+# Modes that join two others, or that take the way of a mode of another command.
 SLOW = (
     "two images",
     "two prompts",
@@ -160,9 +160,12 @@ SLOW = (
     "several devices",
     "a cluster with shared folders",
     "a video from an image",
+    "a plan for a GPU",
+    "batch: the best images",
+    "batch: a cluster",
 )
 CASES = [
-    pytest.param(name, mode, option, marks=[pytest.mark.slow] if mode in SLOW else [])
+    pytest.param(name, mode, option, marks=[pytest.mark.slow] if {mode, f"{name}: {mode}"} & {*SLOW} else [])
     for name, modes in MODES.items()
     for mode, words in modes.items()
     for option, value in OPTIONS[name].items()

@@ -1,6 +1,7 @@
 """Headers, indexes and shapes that are wrong. See docs/developer/robustness.md."""
 
 import json
+import random
 
 import layouts
 import pytest
@@ -53,10 +54,11 @@ def names_of(file):
 
 
 @pytest.mark.parametrize("part", TENSORS)
-def test_every_tensor_that_is_missing_is_named(copy, part):
+def test_a_tensor_that_is_missing_is_named(copy, part):
     file, load = copy / TENSORS[part][0], TENSORS[part][1]
     header = names_of(file)
-    for name in [name for name in header if name != "__metadata__"]:
+    names = [name for name in header if name != "__metadata__"]
+    for name in random.Random(part).sample(names, min(30, len(names))):
         remaining, end = {}, 0
         for other, value in header.items():
             if other not in (name, "__metadata__"):
