@@ -369,7 +369,10 @@ def test_inputs_of_the_caller_that_a_recording_overwrites_are_noticed():
 # Failures
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, ValueError])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (RuntimeError, ValueError))],
+)
 def test_a_recording_that_fails_at_any_call_leaves_the_results_right(recorders, monkeypatch, caplog, error):
     model, calls, counts = Models(tiny_transformer(layers=1), None, 3.0), [], Counter()
     options = {"sampler": "flow_euler", "steps": EAGER_CALLS + 1}

@@ -43,7 +43,7 @@ def begin(run_settings, ranks, variant="sana", reference=None, layers=2):
 def cases():
     for variant in VARIANTS:
         for name, method in {**METHODS, **OTHERS}.items():
-            if not (name == "controlnet" and variant == "sana-1.5"):
+            if variant == "sana" or name in ("full", "dora"):
                 yield variant, name, method, None
     yield "sana", "controlnet", METHODS["controlnet"], NVIDIA
 

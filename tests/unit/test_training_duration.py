@@ -33,7 +33,7 @@ OWN = {torch.ops.aten.convolution_backward: convolution_backward}
         {"method": Method(rank=16, targets="both"), "checkpoint": False, "batch": 2},
         {"method": FULL, "accumulate": 2},
         pytest.param({"method": FULL, "checkpoint": False}, marks=pytest.mark.slow),
-        {"method": CONTROLNET},
+        pytest.param({"method": CONTROLNET}, marks=pytest.mark.slow),
     ],
 )
 def test_operations_are_those_that_torch_counts(own, monkeypatch):
