@@ -6,7 +6,9 @@ EXAMPLES ?= 100000
 MINUTES ?= 1000000
 GRAPHS ?= 300
 KILLS ?= 1000
-WORKERS ?= 2
+# all cores, if each has 6 GB
+WORKERS ?= $(shell $(PYTHON) -c "import os; gigabytes = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9; \
+	print(max(2, min(os.cpu_count(), int(gigabytes / 6))))")
 PYTEST = $(VENV) -m pytest -c tests/pytest.ini -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # what failed beside other tests is tried once more by itself: its machine may have been busy. Both runs print their failures
 ALONE = echo "once more, one at a time, what failed:"; \
@@ -21,7 +23,7 @@ help:
 	@echo "make demo [PROMPT=\"a flat drawing of a blue house in the snow at night\"]   generate an image into output/"
 	@echo "make serve        leave the canvas open on http://127.0.0.1:8188, or a free port"
 	@echo "make gallery      open every template in Chromium, run it, and write its card and docs/gallery.md"
-	@echo "make test [WORKERS=2]   unit, graph, server and browser tests, so many at once, without the slow ones"
+	@echo "make test [WORKERS=4]   unit, graph, server and browser tests, so many at once, without the slow ones"
 	@echo "make test HOST=0.27   graph and server tests in another ComfyUI: 0.27, 0.30, 0.26, which is refused, or a folder"
 	@echo "make test FRONTEND=newest   browser tests with the newest frontend instead of the pinned one"
 	@echo "make test-all     all tests, then the newest frontend, other ComfyUIs, and the lowest and newest versions of all that the pack needs"
