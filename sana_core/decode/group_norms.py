@@ -1,0 +1,476 @@
+"""Exact decode with an AutoencoderKL, the VAE of SD, SDXL, SD3, FLUX and PixArt, in bounded memory of the device.
+
+Its GroupNorms need the mean and the variance of a whole map, so strips alone give other pixels. Here each convolution
+runs in strips over its whole input before the next one begins. The strips of its output are stored, on the device or in
+RAM, and their means and variances are added up for the next norm. So the device holds a few strips, and the maps that
+fit beside them.
+
+The decoder may be that of diffusers' AutoencoderKL, or that of ComfyUI, whose layers have the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ..errors import InputError
+from ..runtime.accelerator import is_out_of_memory, release_memory_of
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.checks import check_finite
+from ..runtime.text import Json
+from .device_memory import PeakMemory
+from .workspace import chunks
+
+Module = Any  # A layer of diffusers or of ComfyUI. Their annotations do not include its layers.
+# Elements of the largest map of a strip that are tried, the preferred number first. Large strips fill a GPU. On a CPU,
+# a strip should fit into the caches.
+ACCELERATOR_STRIPS = tuple(2**exponent for exponent in range(27, 18, -1))
+CPU_STRIPS = tuple(2**exponent for exponent in range(24, 18, -1))
+# Bytes of a float32, in which means and variances are computed.
+FLOAT32 = 4
+# Each GroupNorm of these decoders has this many groups.
+GROUPS = 32
+
+
+class Convolution(NamedTuple):
+    """A step of a decode: out = conv(silu(norm(x))), or conv(x) without a norm, with x enlarged to twice its sides."""
+
+    conv: Module
+    norm: Module = None
+    doubles: bool = False
+    # Whether x is the input of a residual block, which a later step adds.
+    begins: bool = False
+    # Whether the input of the residual block is added to the output, through `shortcut` if it has one.
+    ends: bool = False
+    shortcut: Module = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The channels of input and output."""
+        return self.conv.in_channels, self.conv.out_channels
+
+
+class Attention(NamedTuple):
+    """A step of a decode: x + project(attention(query, key, value of norm(x))). All of them are for maps."""
+
+    norm: Module
+    query: Callable[[torch.Tensor], torch.Tensor]
+    key: Callable[[torch.Tensor], torch.Tensor]
+    value: Callable[[torch.Tensor], torch.Tensor]
+    project: Callable[[torch.Tensor], torch.Tensor]
+
+
+Step = Convolution | Attention
+
+
+class NormPlan(NamedTuple):
+    """How to decode an image of one size, and the predicted memory, without weights and without the image."""
+
+    # Elements of the largest map of a strip.
+    strip: int
+    # Maps of at most this many elements stay on the device, larger ones are stored in RAM.
+    resident: int
+    device_bytes: int
+    ram_bytes: int
+
+    @property
+    def words(self) -> str:
+        """Describe the plan for users."""
+        where = f"{self.ram_bytes / 1e9:.1f} GB of maps in RAM" if self.ram_bytes else "all maps on the device"
+        return f"layer by layer in strips; {where}"
+
+
+def decoder_steps(decoder: Module) -> list[Step] | None:
+    """Return the steps of `decoder`, or None if it is not the decoder of an AutoencoderKL for images."""
+    try:
+        return list(diffusers_steps(decoder) if hasattr(decoder, "conv_norm_out") else comfyui_steps(decoder))
+    except (AttributeError, TypeError, IndexError):
+        return None
+
+
+def diffusers_steps(decoder: Module) -> Iterator[Step]:
+    first, last = decoder.mid_block.resnets
+    (attention,) = decoder.mid_block.attentions
+    yield Convolution(two_dimensional(decoder.conv_in))
+    yield from residual_block(first, first.conv_shortcut)
+    if attention is not None:
+        yield Attention(
+            group_norm(attention.group_norm),
+            partial(on_channels, attention.to_q),
+            partial(on_channels, attention.to_k),
+            partial(on_channels, attention.to_v),
+            partial(on_channels, attention.to_out[0]),
+        )
+    yield from residual_block(last, last.conv_shortcut)
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            yield from residual_block(resnet, resnet.conv_shortcut)
+        for upsampler in block.upsamplers or ():
+            yield Convolution(two_dimensional(upsampler.conv), doubles=True)
+    yield Convolution(two_dimensional(decoder.conv_out), group_norm(decoder.conv_norm_out))
+
+
+def comfyui_steps(decoder: Module) -> Iterator[Step]:
+    middle, attention = decoder.mid, decoder.mid.attn_1
+    yield Convolution(two_dimensional(decoder.conv_in))
+    yield from residual_block(middle.block_1, getattr(middle.block_1, "nin_shortcut", None))
+    yield Attention(group_norm(attention.norm), attention.q, attention.k, attention.v, attention.proj_out)
+    yield from residual_block(middle.block_2, getattr(middle.block_2, "nin_shortcut", None))
+    for level in reversed(range(len(decoder.up))):
+        if len(decoder.up[level].attn):
+            raise AttributeError("attention beside the middle")
+        for block in decoder.up[level].block:
+            yield from residual_block(block, getattr(block, "nin_shortcut", None))
+        if level:
+            yield Convolution(two_dimensional(decoder.up[level].upsample.conv), doubles=True)
+    if decoder.tanh_out:
+        raise AttributeError("tanh")
+    yield Convolution(two_dimensional(decoder.conv_out), group_norm(decoder.norm_out))
+
+
+def residual_block(block: Module, shortcut: Module) -> Iterator[Step]:
+    yield Convolution(two_dimensional(block.conv1), group_norm(block.norm1), begins=True)
+    yield Convolution(two_dimensional(block.conv2), group_norm(block.norm2), ends=True, shortcut=shortcut)
+
+
+def two_dimensional(conv: Module) -> Module:
+    """Return a 3x3 convolution of images. Raises TypeError for any other, such as those of videos."""
+    if not isinstance(conv, torch.nn.Conv2d) or conv.kernel_size != (3, 3) or conv.padding != (1, 1):
+        raise TypeError(conv)
+    return conv
+
+
+def group_norm(norm: Module) -> Module:
+    """Return a GroupNorm with weights. Raises TypeError for any other norm."""
+    if not isinstance(norm, torch.nn.GroupNorm) or norm.num_groups != GROUPS or not norm.affine:
+        raise TypeError(norm)
+    return norm
+
+
+def on_channels(layer: Module, x: torch.Tensor) -> torch.Tensor:
+    """Return a linear `layer` of the channels of a map [1, C, h, w]."""
+    return layer(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Map:
+    """A map [1, C, h, w] that is stored, with the means and variances of its strips."""
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        self.stored = stored
+        # Of each strip: elements of a group, and means and variances [2, groups].
+        self.moments: list[tuple[int, torch.Tensor]] = []
+
+    def rows(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return rows on `device`: a view of the map if it is there, else a copy."""
+        return self.stored[:, :, start:stop].to(device, non_blocking=True)
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        """Store rows of the output of a step, and note their mean and variance. `rows` may be overwritten."""
+        self.stored[:, :, start : start + rows.shape[2]].copy_(rows, non_blocking=True)
+        channels = rows.shape[1]
+        if channels % GROUPS == 0:
+            grouped = rows.float().reshape(GROUPS, -1)
+            variance, mean = torch.var_mean(grouped, 1, correction=0)
+            self.moments.append((grouped.shape[1], torch.stack([mean, variance])))
+
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and variance [groups] of the whole map, float64 on the CPU."""
+        counts = torch.tensor([count for count, _ in self.moments], dtype=torch.float64)
+        means, variances = torch.stack([moments for _, moments in self.moments]).cpu().double().unbind(1)
+        shares = (counts / counts.sum())[:, None]
+        mean = (shares * means).sum(0)
+        return mean, (shares * (variances + (means - mean) ** 2)).sum(0)
+
+
+class Norm:
+    """A GroupNorm and SiLU whose mean and variance are those of a whole map."""
+
+    def __init__(self, norm: Module, source: Map, device: torch.device, activates: bool = True) -> None:
+        self.eps, self.activates = norm.eps, activates
+        repeated = norm.num_channels // norm.num_groups
+        values = (*(value.repeat_interleave(repeated) for value in source.statistics()), norm.weight, norm.bias)
+        self.values = [value.detach().to(device, torch.float32) for value in values]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # A batch norm with given statistics is this operation, in one kernel, computed in float32.
+        mean, variance, weight, bias = self.values
+        normed = functional.batch_norm(x, mean, variance, weight, bias, eps=self.eps)
+        return functional.silu(normed, inplace=True) if self.activates else normed
+
+
+@dataclass
+class Decode:
+    """One image that is decoded step by step."""
+
+    plan: NormPlan
+    device: torch.device
+    dtype: torch.dtype
+    poll: Poll
+    # Called with the multiplications of a strip.
+    progress: Callable[[int], None]
+
+    def store(self, channels: int, height: int, width: int) -> torch.Tensor:
+        """Return memory for a map, on the device or in RAM. A GPU copies from pinned memory without waiting."""
+        shape = 1, channels, height, width
+        if channels * height * width <= self.plan.resident:
+            return torch.empty(shape, device=self.device, dtype=self.dtype)
+        pinned = self.device.type not in ("cpu", "mps", "meta")
+        return torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
+
+    def run(self, steps: list[Step], latents: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the image of `latents` [1, C, h, w], on the device, into `out` [1, 3, H, W]."""
+        x, block_input = Map(latents), None
+        for number, step in enumerate(steps):
+            if isinstance(step, Attention):
+                self.attend(step, x)
+                continue
+            if step.begins:
+                block_input = x
+            channels, (height, width) = step.widths[1], (side * (1 + step.doubles) for side in x.stored.shape[2:])
+            if number == len(steps) - 1:
+                target = Map(out)
+            elif step.ends and block_input is not None:
+                # Each strip of the input is read before its rows are overwritten.
+                target = Map(block_input.stored[:, :channels])
+            else:
+                target = Map(self.store(channels, height, width))
+            self.convolve(step, x, block_input if step.ends else None, target)
+            x = target
+            if step.ends:
+                block_input = None
+
+    def convolve(self, step: Convolution, source: Map, residual: Map | None, target: Map) -> None:
+        norm = None if step.norm is None else Norm(step.norm, source, self.device)
+        height, scale = source.stored.shape[2], 1 + step.doubles
+        for start, stop in chunks(height, strip_rows(step, source.stored.shape[3], self.plan.strip)):
+            self.poll()
+            above, below = min(1, start), min(1, height - stop)
+            window = source.rows(start - above, stop + below, self.device)
+            if norm is not None:
+                window = norm(window)
+            if step.doubles:
+                window = functional.interpolate(window, scale_factor=2.0, mode="nearest")
+            rows = step.conv(window)
+            del window
+            # The rows beside the strip have seen zeros in place of their neighbours.
+            rows = rows[:, :, scale * above : rows.shape[2] - scale * below]
+            if residual is not None:
+                added = residual.rows(start, stop, self.device)
+                rows = rows.add_(added if step.shortcut is None else step.shortcut(added))
+                del added
+            target.write(scale * start, rows)
+            self.progress(rows.shape[2] * rows.shape[3] * step.widths[0] * step.widths[1])
+            del rows
+
+    def attend(self, step: Attention, x: Map) -> None:
+        """Replace `x` by the output of an attention over all its positions, whose keys and values fit the device."""
+        norm = Norm(step.norm, x, self.device, activates=False)
+        channels, height, width = x.stored.shape[1:]
+        shape = 1, 1, height * width, channels
+        key, value = (torch.empty(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        for start, stop in chunks(height, max(1, self.plan.strip // (channels * width))):
+            self.poll()
+            normed = norm(x.rows(start, stop, self.device))
+            for buffer, layer in ((key, step.key), (value, step.value)):
+                buffer[0, 0, start * width : stop * width] = tokens(layer(normed))
+            del normed
+        output = Map(x.stored)
+        for start, stop in chunks(height, query_rows(width, height, channels, self.plan.strip)):
+            self.poll()
+            rows = x.rows(start, stop, self.device)
+            query = tokens(step.query(norm(rows)))[None, None]
+            attended = functional.scaled_dot_product_attention(query, key, value)[0, 0]
+            output.write(start, step.project(attended.T.reshape(1, channels, stop - start, width)).add_(rows))
+            del rows, query, attended
+        x.moments = output.moments
+
+
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return a map [1, C, h, w] as tokens [h w, C]."""
+    return x[0].flatten(1).T.contiguous()
+
+
+def strip_rows(step: Convolution, width: int, strip: int) -> int:
+    """Return the rows of the input of `step`, `width` columns wide, whose maps have at most `strip` elements."""
+    row = width * max(step.widths) * (4 if step.doubles else 1)
+    return max(1, strip // row)
+
+
+def query_rows(width: int, height: int, channels: int, strip: int) -> int:
+    """Return the rows of queries whose maps, and weights if a kernel stores them, have at most `strip` elements."""
+    return max(1, strip // (width * max(channels, height * width)))
+
+
+class Stored(NamedTuple):
+    """A map that a plan stores."""
+
+    on_device: bool
+    bytes: int
+
+
+def predict(steps: list[Step], latents: tuple[int, int, int], element: int, strip: int, resident: int) -> NormPlan:
+    """Return the plan for `latents` (channels, height, width), with its memory. `element`: bytes of a number.
+
+    A step needs its maps and, for a strip, the larger of: a copy of the input and its norm; the norm and the enlarged
+    map; what the convolution reads and writes; the output and what is added to it; the output and its float32.
+    """
+    on_device = in_ram = 0
+    channels, height, width = latents
+    x, block_input = Stored(True, element * height * width * channels), None
+    for number, step in enumerate(steps):
+        if isinstance(step, Attention):
+            channels = step.norm.num_channels
+            filled = min(height, max(1, strip // (channels * width)))
+            asked = min(height, query_rows(width, height, channels, strip))
+            # Keys and values. Three maps of the rows that fill them, or five of the rows of queries.
+            beside = element * width * channels * (2 * height + max(3 * filled, 5 * asked))
+            on_device = max(on_device, x.on_device * x.bytes + beside)
+            continue
+        if step.begins:
+            block_input = x
+        scale, (inner, outer) = 1 + step.doubles, step.widths
+        rows = min(height, strip_rows(step, width, strip))
+        window, output = (element * min(height, rows + 2) * width * channels for channels in (inner, scale**2 * outer))
+        copied, normed, enlarged = (
+            not x.on_device and window,
+            step.norm is not None and window,
+            step.doubles and 4 * window,
+        )
+        added = 0
+        if step.ends and block_input is not None:
+            input_width = inner if step.shortcut is None else step.shortcut.in_channels
+            added = (
+                element
+                * rows
+                * width
+                * ((not block_input.on_device) * input_width + (step.shortcut is not None) * outer)
+            )
+        beside = max(
+            copied + normed,
+            (normed or copied) + enlarged,
+            (enlarged or normed or copied) + output,
+            output + max(added, FLOAT32 * rows * width * scale**2 * outer),
+        )
+        height, width = scale * height, scale * width
+        elements = outer * height * width
+        target = Stored(elements <= resident, element * elements)
+        if number == len(steps) - 1:
+            target = Stored(False, 0)  # The image is not counted.
+        elif step.ends and block_input is not None:
+            target = block_input
+        maps = {id(stored): stored for stored in (x, block_input, target) if stored is not None}.values()
+        on_device = max(on_device, beside + sum(stored.bytes for stored in maps if stored.on_device))
+        in_ram = max(in_ram, sum(stored.bytes for stored in maps if not stored.on_device))
+        x = target
+        if step.ends:
+            block_input = None
+    return NormPlan(strip, resident, on_device, in_ram)
+
+
+def choose_plan(steps: list[Step], latents: torch.Tensor, max_bytes: float, ram_bytes: float) -> NormPlan:
+    """Return the fastest plan for `latents` within `max_bytes` of their device and `ram_bytes` of RAM.
+
+    Maps stay on the device as far as they fit. Raises InputError if no plan fits.
+    """
+    is_cpu, shape = latents.device.type == "cpu", (latents.shape[1], latents.shape[2], latents.shape[3])
+    sizes, (_, rows, columns) = {0}, shape
+    for step in steps:
+        if isinstance(step, Convolution):
+            rows, columns = rows * (1 + step.doubles), columns * (1 + step.doubles)
+            sizes.add(rows * columns * step.widths[1])
+    # On a CPU, all maps are in the same memory.
+    residents = [max(sizes)] if is_cpu else sorted(sizes, reverse=True)
+    strips = CPU_STRIPS if is_cpu else ACCELERATOR_STRIPS
+    make = partial(predict, steps, shape, latents.element_size())
+    # Small strips take many launches, so rather store more maps in RAM.
+    for few in (strips[:-3], strips[-3:]):
+        for resident in residents:
+            for strip in few:
+                plan = make(strip, resident)
+                if plan.device_bytes <= max_bytes and plan.ram_bytes <= ram_bytes:
+                    return plan
+    smallest, size = make(strips[-1], residents[-1]), f"{columns} x {rows}"
+    if smallest.device_bytes > max_bytes:
+        least = -(-smallest.device_bytes // 10**6) / 1000
+        raise InputError(
+            f"budget_gb: got {max_bytes / 1e9:.3g}, expected at least {least} for an image of {size}, or 0"
+        )
+    raise InputError(
+        f"samples: got latents of an image of {size}, whose decode needs {smallest.ram_bytes / 1e9:.1f} GB of RAM, and "
+        f"{ram_bytes / 1e9:.1f} GB are free; close other programs, or use VAE Decode (Tiled)"
+    )
+
+
+@torch.no_grad()
+def decode_normed(
+    decoder: Module,
+    latents: torch.Tensor,
+    max_bytes: float,
+    ram_bytes: float,
+    *,
+    poll: Poll = no_poll,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    report: Json | None = None,
+) -> torch.Tensor:
+    """Return the images [B, 3, 8 h, 8 w] of `latents` [B, C, h, w] by the decoder of an AutoencoderKL, on the CPU.
+
+    They are those of `decoder(latents)` within rounding. `max_bytes` bounds the memory on the device of `latents`
+    beyond weights and latents, and `ram_bytes` the maps in RAM. `progress` receives the done part and the whole of the
+    work. `report` receives the plan, time and memory. Raises InputError for NaN, for another kind of decoder, and if no
+    plan fits.
+    """
+    check_finite("samples", latents)
+    steps = decoder_steps(decoder)
+    if steps is None:
+        raise InputError(f"vae: got the decoder {type(decoder).__name__}, expected that of an AutoencoderKL of images")
+    report, started = {} if report is None else report, time.perf_counter()
+    events = report.setdefault("events", [])
+    plan = choose_plan(steps, latents, max_bytes, ram_bytes)
+    scale = 2 ** sum(isinstance(step, Convolution) and step.doubles for step in steps)
+    count, _, height, width = latents.shape
+    out = torch.empty(count, 3, scale * height, scale * width, dtype=latents.dtype)
+    done, total = 0, count * work_of(steps, height, width)
+
+    def advance(work: int) -> None:
+        nonlocal done
+        done += work
+        progress(done, total)
+
+    with PeakMemory(latents.device) as peak:
+        for image in range(count):
+            start, is_decoded = done, False
+            while not is_decoded:
+                try:
+                    decode = Decode(plan, latents.device, latents.dtype, poll, advance)
+                    decode.run(steps, latents[image : image + 1], out[image : image + 1])
+                    is_decoded = True
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    release_memory_of(error, latents.device)
+                    done, plan = start, choose_plan(steps, latents, plan.device_bytes - 1, ram_bytes)
+                    events.append(f"ran out of memory; decoded again within {plan.device_bytes / 1e6:.0f} MB")
+    report.update(
+        plan=plan.words,
+        predicted_bytes=plan.device_bytes,
+        ram_bytes=plan.ram_bytes,
+        seconds=time.perf_counter() - started,
+        peak_bytes=peak.bytes,
+    )
+    return out
+
+
+def work_of(steps: list[Step], height: int, width: int) -> int:
+    """Return the multiplications of the convolutions of an image, by kernel position."""
+    work = 0
+    for step in steps:
+        if isinstance(step, Convolution):
+            height, width = height * (1 + step.doubles), width * (1 + step.doubles)
+            work += height * width * step.widths[0] * step.widths[1]
+    return work

@@ -1,0 +1,173 @@
+"""Decodes with the VAE of SD, SD3 and FLUX, layer by layer in strips: the pixels, the memory, and what is refused."""
+
+import pytest
+import torch
+from diffusers import AutoencoderDC, AutoencoderKL
+from fake_accelerator import FIRST, Counter, fake_accelerators
+
+from sana_core.decode import group_norms
+from sana_core.decode.group_norms import choose_plan, decode_normed, decoder_steps, predict
+from sana_core.errors import InputError
+
+# The range that the issue of this decode allows for rounding.
+CLOSE = 3e-6
+EVERYTHING = 10**12
+
+
+def with_norms(vae):
+    """Random weights with which every layer has an effect, and norms as trained ones are."""
+    generator = torch.Generator().manual_seed(0)
+    for name, value in vae.named_parameters():
+        if value.dim() > 1:
+            value.data.normal_(0, value[0].numel() ** -0.5, generator=generator)
+        else:
+            value.data.normal_(float("norm" in name and name.endswith("weight")), 0.1, generator=generator)
+    return vae.eval().requires_grad_(False)
+
+
+def build(channels=4, widths=(32, 64, 64), **options):
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * len(widths)}
+    blocks |= {"up_block_types": ("UpDecoderBlock2D",) * len(widths), "block_out_channels": widths}
+    return AutoencoderKL(latent_channels=channels, layers_per_block=2, norm_num_groups=32, **blocks, **options)
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return with_norms(build())
+
+
+def latents_of(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def distance(got, expected):
+    return float((got.double() - expected.double()).abs().max() / (expected.max() - expected.min()))
+
+
+@pytest.mark.parametrize("strip", [2**8, 2**11, 2**24])
+@pytest.mark.parametrize("size", [(8, 8), (13, 7), (2, 33), (1, 9)])
+def test_strips_give_the_pixels_of_diffusers(vae, monkeypatch, size, strip):
+    monkeypatch.setattr(group_norms, "CPU_STRIPS", (strip,) * 4)
+    latents = latents_of(2, 4, *size)
+    with torch.no_grad():
+        expected = vae.decoder(latents)
+    report, seen = {}, []
+    got = decode_normed(
+        vae.decoder, latents, EVERYTHING, 0, progress=lambda *numbers: seen.append(numbers), report=report
+    )
+    assert distance(got, expected) <= CLOSE
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert report["plan"] == "layer by layer in strips; all maps on the device" and not report["events"]
+
+
+@pytest.mark.parametrize(
+    "channels, widths", [(4, (128, 256, 512, 512)), (16, (128, 256, 512, 512))], ids=["SD", "FLUX"]
+)
+def test_the_released_shapes_are_equal(channels, widths):
+    decoder, latents = with_norms(build(channels, widths)).decoder, latents_of(1, channels, 6, 5)
+    with torch.no_grad():
+        assert distance(decode_normed(decoder, latents, EVERYTHING, 0), decoder(latents)) <= CLOSE
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_whole_decode(vae):
+    latents = latents_of(1, 4, 16, 16)
+    rounded = with_norms(build()).decoder.bfloat16()
+    with torch.no_grad():
+        exact = vae.decoder(latents)
+        whole = rounded(latents.bfloat16())
+    got = decode_normed(rounded, latents.bfloat16(), EVERYTHING, 0)
+    error, expected = ((pixels.float() - exact).norm() / exact.norm() for pixels in (got, whole))
+    assert got.dtype == torch.bfloat16 and error <= 1.05 * expected
+
+
+def test_maps_in_ram_give_the_same_bits(vae):
+    latents = latents_of(1, 4, 9, 6)
+    steps = decoder_steps(vae.decoder)
+    images = []
+    for resident in (0, 10**12):
+        plan = predict(steps, (4, 9, 6), 4, 2**14, resident)
+        out = torch.empty(1, 3, 36, 24)
+        group_norms.Decode(plan, latents.device, latents.dtype, group_norms.no_poll, lambda work: None).run(
+            steps, latents, out
+        )
+        images.append(out)
+    assert torch.equal(*images)
+
+
+@pytest.fixture(scope="module")
+def released_steps():
+    with fake_accelerators(), torch.device(FIRST):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return decoder_steps(build(16, (128, 256, 512, 512)).eval().requires_grad_(False).decoder)
+        finally:
+            torch.set_default_dtype(default)
+
+
+@pytest.mark.parametrize(
+    "pixels, gigabytes, in_ram",
+    [(1024, 1, False), (2048, 1, True), pytest.param(4096, 2, True, marks=pytest.mark.slow)]
+    + [pytest.param(8192, 3, True, marks=pytest.mark.slow)],
+)
+def test_a_gpu_needs_what_is_predicted(released_steps, pixels, gigabytes, in_ram):
+    """In bfloat16. Nothing of this has run on a GPU."""
+    with fake_accelerators():
+        latents = torch.empty(1, 16, pixels // 8, pixels // 8, dtype=torch.bfloat16, device=FIRST)
+    plan = choose_plan(released_steps, latents, gigabytes * 1e9, EVERYTHING)
+    assert plan.device_bytes <= gigabytes * 1e9 and (plan.ram_bytes > 0) == in_ram
+    counter = Counter()
+    with fake_accelerators(counter), torch.no_grad():
+        decode = group_norms.Decode(plan, FIRST, torch.bfloat16, group_norms.no_poll, lambda work: None)
+        decode.run(released_steps, latents, torch.empty(1, 3, pixels, pixels, dtype=torch.bfloat16))
+    assert 0.95 <= plan.device_bytes / counter.peak[FIRST] <= 1.1
+
+
+def test_memory_that_runs_out_is_tried_with_less(vae, monkeypatch):
+    latents, calls, run = latents_of(1, 4, 8, 8), [], group_norms.Decode.run
+    monkeypatch.setattr(group_norms, "CPU_STRIPS", (2**16, 2**13, 2**10))
+
+    def fail_once(decode, *arguments):
+        calls.append(decode.plan.device_bytes)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        run(decode, *arguments)
+
+    monkeypatch.setattr(group_norms.Decode, "run", fail_once)
+    report = {}
+    got = decode_normed(vae.decoder, latents, EVERYTHING, 0, report=report)
+    with torch.no_grad():
+        assert distance(got, vae.decoder(latents)) <= CLOSE
+    assert calls[1] < calls[0] and report["events"] == [
+        f"ran out of memory; decoded again within {calls[1] / 1e6:.0f} MB"
+    ]
+
+
+def test_a_poll_that_raises_cancels(vae):
+    def cancel():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        decode_normed(vae.decoder, latents_of(1, 4, 8, 8), EVERYTHING, 0, poll=cancel)
+
+
+def test_what_cannot_be_decoded_is_refused_in_one_line(vae):
+    latents = latents_of(1, 4, 8, 8)
+    with pytest.raises(InputError, match=r"^budget_gb: got 0.001, expected at least 0.\d+ for an image of 128 x 128, or 0$"):
+        decode_normed(vae.decoder, latents_of(1, 4, 32, 32), 10**6, 0)
+    with pytest.raises(InputError, match="^samples: .*NaN"):
+        decode_normed(vae.decoder, latents * torch.nan, EVERYTHING, 0)
+    dc_ae = AutoencoderDC(
+        latent_channels=4, encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8),
+        encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1), encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock", encoder_qkv_multiscales=((), ()), decoder_qkv_multiscales=((), ()),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="^vae: got the decoder Decoder, expected that of an AutoencoderKL of images$"):
+        decode_normed(dc_ae.decoder, latents, EVERYTHING, 0)
+
+
+def test_ram_that_is_missing_is_named(released_steps):
+    with fake_accelerators():
+        latents = torch.empty(1, 16, 512, 512, dtype=torch.bfloat16, device=FIRST)
+    with pytest.raises(InputError, match=r"^samples: .* of 4096 x 4096, whose decode needs 1\d.\d GB of RAM"):
+        choose_plan(released_steps, latents, 2e9, 1e9)
