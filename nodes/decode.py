@@ -12,9 +12,10 @@ DEVICES = ["one", "all"]
 
 class SanaNodesDecode(io.ComfyNode):
     """
-    Decodes SANA latents to images, in horizontal strips that fit into the free memory, without seams.
+    Decodes latents to images, in horizontal strips that fit into the free memory, without seams.
 
-    VAE Decode does the same without the settings. The report shows the method, the time and the memory.
+    For SANA's VAE, VAE Decode does the same without the settings. The VAEs of SD, SDXL, SD3, FLUX and PixArt work too,
+    where VAE Decode would need much memory or tiles. The report shows the method, the time and the memory.
     """
 
     @classmethod
@@ -27,8 +28,8 @@ class SanaNodesDecode(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["dc-ae decode", "sana vae decode", "tiled decode", "4k decode"],
             inputs=[
-                io.Latent.Input("samples", tooltip="32 channels, from SANA Sampler or KSampler."),
-                io.Vae.Input("vae", tooltip="The VAE of SANA Loader."),
+                io.Latent.Input("samples", tooltip="From SANA Sampler, KSampler or any other sampler."),
+                io.Vae.Input("vae", tooltip="The VAE of SANA Loader, or the VAE of the model that sampled."),
                 io.Combo.Input(
                     "method",
                     options=list(METHODS),
@@ -64,15 +65,20 @@ class SanaNodesDecode(io.ComfyNode):
         cls, samples: dict, vae, method: str = "auto", budget_gb: float = 0.0, devices: str = "one"
     ) -> io.NodeOutput:
         from .host.links import check_links
+        from .host.loading.kl_vae import decode_exactly, has_group_norms
         from .host.loading.vae import check_decodable, decode
         from .host.report import shown
 
         check_links(samples=samples, vae=vae)
-        check_decodable(samples["samples"], vae)
         # ComfyUI checks the values of widgets, but not of links.
         check_number("budget_gb", budget_gb, 0, LARGEST_BUDGET)
         check_name("devices", devices, DEVICES)
-        image, report = decode(vae, samples["samples"], method, budget_gb, devices)
+        latents = samples["samples"]
+        if has_group_norms(vae):
+            image, report = decode_exactly(vae, latents, method, budget_gb, devices)
+        else:
+            check_decodable(latents, vae)
+            image, report = decode(vae, latents, method, budget_gb, devices)
         return io.NodeOutput(image, report, ui=shown(report))
 
 

@@ -153,7 +153,7 @@ def test_a_poll_that_raises_cancels(vae):
 
 def test_what_cannot_be_decoded_is_refused_in_one_line(vae):
     latents = latents_of(1, 4, 8, 8)
-    with pytest.raises(InputError, match=r"^budget_gb: got 0.001, expected at least 0.\d+ for an image of 128 x 128, or 0$"):
+    with pytest.raises(InputError, match=r"^budget_gb: got 0.001, expected at least 0.\d+ for an image of 128 x 128"):
         decode_normed(vae.decoder, latents_of(1, 4, 32, 32), 10**6, 0)
     with pytest.raises(InputError, match="^samples: .*NaN"):
         decode_normed(vae.decoder, latents * torch.nan, EVERYTHING, 0)
