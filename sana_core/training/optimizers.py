@@ -38,8 +38,9 @@ class OptimizerSpec(NamedTuple):
     # A step can treat one parameter at a time, so that updates of bf16 weights can be rounded stochastically. Otherwise
     # the step sums over all parameters, and only fp32 weights can be trained.
     per_parameter: bool = True
-    # How GPUs may divide the training.
-    parallel: tuple[str, ...] = KINDS
+    # How GPUs may divide the training. tests/unit/test_training_rank_optimizers.py compares each of these kinds with
+    # one process: an optimizer that is not made for shards trains something else without an error.
+    parallel: tuple[str, ...] = (DDP,)
     # It updates the parameters of a bucket together, see `buckets`.
     in_buckets: bool = False
     # Its step computes one parameter after another.
@@ -83,7 +84,7 @@ def make_from_library(name: str, groups: list[dict], settings: Json, **options: 
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(make_adamw, betas=(0.9, 0.999)),
+    "adamw": OptimizerSpec(make_adamw, betas=(0.9, 0.999), parallel=KINDS),
     "adamw8bit": OptimizerSpec(
         make_adamw8bit,
         betas=(0.9, 0.999),
@@ -92,8 +93,10 @@ OPTIMIZERS = {
         parallel=(DDP, FSDP),
         loops=True,
     ),
-    "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), in_buckets=True),
-    "came8bit": OptimizerSpec(partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), in_buckets=True),
+    "came": OptimizerSpec(make_came, betas=(0.9, 0.999, 0.9999), parallel=KINDS, in_buckets=True),
+    "came8bit": OptimizerSpec(
+        partial(make_came, eight_bit=True), betas=(0.9, 0.999, 0.9999), parallel=KINDS, in_buckets=True
+    ),
     "prodigy": OptimizerSpec(
         # The authors also advise safeguard_warmup for diffusion. With bias correction, it divides the estimates of the
         # first hundred steps by up to ten, and a short run ends before the rate has grown. `foreach` is the library's
@@ -103,7 +106,6 @@ OPTIMIZERS = {
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,
-        parallel=(DDP,),
         finds_rate=True,
     ),
     "schedulefree": OptimizerSpec(
@@ -111,6 +113,7 @@ OPTIMIZERS = {
         betas=(0.9, 0.999),
         library="pytorch_optimizer",
         per_parameter=False,
+        parallel=KINDS,
         averages=True,
     ),
 }

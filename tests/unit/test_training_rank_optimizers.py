@@ -24,10 +24,9 @@ TOLERANCES = {"came8bit": 0.05, "adamw8bit": 0.05}
 RATES = {"prodigy": 1.0, "schedulefree": 1e-3}
 CASES = [
     (kind, name, count)
-    for kind in ("ddp", "fsdp", "fsdp_offload")
-    for name in optimizers.OPTIMIZERS
+    for name, row in optimizers.OPTIMIZERS.items()
+    for kind in row.parallel
     for count in ((2, 3, 5, 8) if kind == "fsdp" and "8bit" in name else (2, 5))
-    if kind == "ddp" or name != "prodigy" and (kind, name) != ("fsdp_offload", "adamw8bit")
 ]
 
 
