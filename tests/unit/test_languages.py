@@ -1,5 +1,6 @@
 """The Chinese README has the headings, commands, links, tables and code names of the English one, in its order."""
 
+import json
 import re
 
 import pytest
@@ -53,3 +54,28 @@ def test_a_readme_names_templates_as_the_template_browser_shows_them(page):
     named = set(re.findall(r"\*(SANA [^*]+)\*", page))
     assert len(named) > 8
     assert named <= {path.stem for folder in ("workflows", "subgraphs") for path in ROOT.glob(f"{folder}/*.json")}
+
+
+NODES = {
+    name: path.name
+    for path in (ROOT / "nodes").glob("*.py")
+    for name in re.findall(r'node_id="(\w+)"', path.read_text(encoding="utf-8"))
+}
+
+
+@pytest.mark.parametrize("name", sorted(NODES))
+def test_every_node_has_chinese_texts_and_help_pages(name):
+    """From the nodes' own code, so that a new node is missed."""
+    texts = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))[name]
+    assert texts["display_name"] and texts["description"]
+    inputs = json.loads((ROOT / "tests/graphs/interface.json").read_text(encoding="utf-8"))[name]["inputs"]
+    assert inputs.keys() <= texts.get("inputs", {}).keys()
+    for page in (f"{name}.md", f"{name}/zh.md"):
+        assert (ROOT / "web/docs" / page).read_text(encoding="utf-8").startswith("# ")
+
+
+def test_every_page_and_every_text_is_of_a_node():
+    assert len(NODES) > 20
+    assert {path.stem for path in (ROOT / "web/docs").iterdir()} == NODES.keys()
+    texts = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
+    assert {name for name in texts if name.startswith("SanaNodes")} == NODES.keys()
