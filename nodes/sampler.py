@@ -59,9 +59,9 @@ class SanaNodesSampler(io.ComfyNode):
                 io.Int.Input(
                     "steps",
                     default=DEFAULTS.steps,
-                    min=1,
+                    min=0,
                     max=LARGEST_STEPS,
-                    tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls.",
+                    tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls. 0: the model's number.",
                 ),
                 guidance_input(
                     "How closely to follow the prompt; 2 to 7 is usual. At 1 it is twice as fast, without negative."
@@ -107,6 +107,8 @@ class SanaNodesSampler(io.ComfyNode):
         check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
         if model_defaults:
             sampler, steps, guidance = defaults_of(model, latent_image)
+        elif steps == 0:
+            steps = defaults_of(model, latent_image).steps
         # widgets check their range, links do not
         check_whole("seed", seed, 0, LARGEST_SEED)
         check_number("guidance", guidance, 0, LARGEST_GUIDANCE)

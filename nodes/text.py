@@ -5,6 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.model.known_models import MAX_TOKENS
+from ..sana_core.model.text import MOST_MOTION, with_motion
 
 
 class SanaNodesTextEncode(io.ComfyNode):
@@ -39,18 +40,27 @@ class SanaNodesTextEncode(io.ComfyNode):
                     default=True,
                     tooltip="On for the positive prompt, off for the negative one.",
                 ),
+                io.Int.Input(
+                    "motion_score",
+                    default=0,
+                    min=0,
+                    max=MOST_MOTION,
+                    optional=True,
+                    tooltip="Videos only: ends the prompt with this score, unless it has one. NVIDIA uses 10, and "
+                    "20 for 2.0; 30 is much motion. 0: none.",
+                ),
             ],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, clip, text: str, instruction: bool) -> io.NodeOutput:
+    def execute(cls, clip, text: str, instruction: bool, motion_score: int = 0) -> io.NodeOutput:
         from .host.links import check_links
         from .host.loading.clip import encode
         from .host.report import shown
 
         check_links(clip=clip)
-        conditioning, reading = encode(clip, text, instruction)
+        conditioning, reading = encode(clip, with_motion(text, motion_score), instruction)
         text = "" if reading.note else f"{reading.tokens} of {MAX_TOKENS} tokens"
         return io.NodeOutput(conditioning, ui=shown(text, reading.note))
 

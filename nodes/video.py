@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import LARGEST_FRAMES, VIDEO_480
+from ..sana_core.model.known_models import LARGEST_FRAMES
 from ..sana_core.model.latents import LARGEST, LARGEST_BATCH
 
 
@@ -12,9 +12,9 @@ class SanaNodesVideoLatent(io.ComfyNode):
     """
     Sets the size and the length of a SANA-Video video, and the image it begins with, if any.
 
-    At width and height 0 the video gets the size of the model: 832 x 480 for 480p, 1280 x 704 for 720p, 1280 x 736 for
-    2.0. A line under the node says if the model was not trained for other numbers. 81 frames are 5 seconds at 16 frames
-    a second. For SANA-Video 2.0 set 193 frames, which are 8 seconds at 24, and for its 4-step preview 81.
+    At 0 the video gets the size and the length of the model: 832 x 480 for 480p, 1280 x 704 for 720p, 1280 x 736 for
+    2.0; 81 frames, 193 for 2.0. A line under the node says if the model was not trained for other numbers. Connect fps
+    to Create Video: 16 frames a second, 24 for 2.0.
     """
 
     @classmethod
@@ -34,11 +34,10 @@ class SanaNodesVideoLatent(io.ComfyNode):
                 io.Int.Input("height", **side, tooltip=tooltip),
                 io.Int.Input(
                     "frames",
-                    default=VIDEO_480.frames,
-                    min=1,
+                    default=0,
+                    min=0,
                     max=LARGEST_FRAMES,
-                    step=4,
-                    tooltip="A multiple of 4 and one more; of 8 and one more for 720p and 2.0.",
+                    tooltip="A multiple of 4 and one more; of 8 and one more for 720p and 2.0. 0: the model's length.",
                 ),
                 io.Int.Input(
                     "batch_size",
@@ -54,7 +53,10 @@ class SanaNodesVideoLatent(io.ComfyNode):
                     tooltip="The image that the video begins with, cut to its shape. Without it, the text decides.",
                 ),
             ],
-            outputs=[io.Latent.Output(tooltip="For SANA Sampler or KSampler.")],
+            outputs=[
+                io.Latent.Output(tooltip="For SANA Sampler or KSampler."),
+                io.Float.Output("fps", display_name="fps", tooltip="Frames a second of the model, for Create Video."),
+            ],
         )
 
     @classmethod
@@ -70,8 +72,9 @@ class SanaNodesVideoLatent(io.ComfyNode):
         check_links(model=model, **{name: value for name, value in optional.items() if value is not None})
         base = require_video(model.model)
         size = image_or_model_size(width, height, base)
-        latent = video_latent(base, size, frames, batch_size, vae, first_image)
-        return io.NodeOutput(latent, ui=shown(size_text(*size, base)))
+        length = base.facts.frames if frames == 0 else frames
+        latent = video_latent(base, size, length, batch_size, vae, first_image)
+        return io.NodeOutput(latent, float(base.facts.rate), ui=shown(size_text(*size, base)))
 
 
 NODES = [SanaNodesVideoLatent]

@@ -9,7 +9,7 @@ import torch
 
 from .errors import InputError
 from .model.controlnet import check_width, control_residuals
-from .model.forward import prepare, velocity
+from .model.forward import check_mask, prepare, velocity
 from .model.known_models import GUIDANCE, is_video
 from .model.reference import model_timestep
 from .video import forward as video
@@ -36,7 +36,8 @@ def predict_velocity(
     scale of SANA-Sprint models, 4.5 without it, and has no meaning for others. `control_latents` [B, 32, h, w] are
     the control image's, in the scale of `x`. SANA-Video takes `x` [B, C, T, h, w], and may have a time for each
     frame, `timestep` [B, T]; no ControlNet steers it. Raises InputError for a ControlNet of another width, latents
-    of another shape than `x`, and for only one of both control arguments.
+    of another shape than `x`, and for only one of both control arguments, and for a prompt without
+    a token.
     """
     if (controlnet is None) != (control_latents is None):
         raise InputError("control_latents: got one of controlnet and control_latents, expected both; or give none")
@@ -45,6 +46,7 @@ def predict_velocity(
         raise InputError(
             f"control_latents: got {got}, expected {expected}; encode a control image of that size for each"
         )
+    check_mask("mask", mask)
     dtype, config = transformer.dtype, transformer.config
     x, embeds = x.to(dtype), embeds.to(dtype)
     if is_video(config):

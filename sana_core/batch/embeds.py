@@ -10,7 +10,7 @@ import torch
 from ..checkpoints import Checkpoint, find_part
 from ..checkpoints.load import config_of
 from ..errors import InputError
-from ..model.forward import longest_prompt
+from ..model.forward import check_mask, longest_prompt
 from ..model.known_models import MAX_TOKENS, SPRINT
 from ..model.reference import RULES
 from ..sampling.samplers import find_sampler
@@ -43,6 +43,7 @@ class Embeds(NamedTuple):
             if mask.shape != embeds.shape[:2]:
                 got, expected = list(mask.shape), list(embeds.shape[:2])
                 raise InputError(f"{mask_name}: got the shape {got}, expected {expected}")
+            check_mask(mask_name, mask)
         negative = self.negative_prompt_embeds
         if negative is not None and not all(torch.equal(row, negative[0]) for row in negative[1:]):
             raise InputError("negative_prompt_embeds: got different rows, expected one negative prompt for all images")

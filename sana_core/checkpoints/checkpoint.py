@@ -58,6 +58,8 @@ class Checkpoint:
     parts: tuple[Checkpoint, ...] = ()
     # A key of RULES: the codebase that the file follows. Text encoders: how prompts are read.
     reference: str = ""
+    # Another released model has the same tensors, so `variant` is a guess by the name of the file.
+    is_assumed: bool = False
     # Lines for the user: a config.json that was ignored, or an unused moving average.
     notes: tuple[str, ...] = ()
 
@@ -102,7 +104,8 @@ class Checkpoint:
         if self.kind == "other":
             return self.variant
         title = f"a {CHECKPOINT_KINDS[self.kind].title}"
-        return f"{title} ({self.variant})" if self.variant else title
+        variant = f"{self.variant}, assumed from the file's name" if self.is_assumed else self.variant
+        return f"{title} ({variant})" if variant else title
 
     @property
     def scheduler_file(self) -> Path | None:
@@ -129,10 +132,11 @@ def find_part(checkpoint: Checkpoint, *kinds: str) -> Checkpoint:
     row = CHECKPOINT_KINDS[kinds[0]]
     if (checkpoint.path / "model_index.json").is_file() and row.folder is not None:
         in_folder = [part for part in checkpoint.parts if part.path.parent == checkpoint.path / row.folder]
-        if not in_folder:
+        # A pipeline has no ControlNet unless it has its folder.
+        if not in_folder and (kinds[0] != "controlnet" or (checkpoint.path / row.folder).exists()):
             raise MissingFileError(
                 f"{checkpoint.name}: no config.json in {checkpoint.name}/{row.folder}; download the folder again, whole"
             )
-        checkpoint = in_folder[0]
+        checkpoint = in_folder[0] if in_folder else checkpoint
     descriptions = ", ".join(part.description for part in checkpoint.components)
     raise CheckpointError(f"{checkpoint.name}: not {row.wanted}: found {descriptions}; {row.remedy}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from ..errors import CheckpointError
 from ..model.known_models import (
     CROSS_HEADS,
     DC_AE_SCALE,
+    DMD,
     GEMMA_HEAD_DIM,
     GEMMA_WIDTHS,
     HEAD_DIM,
@@ -20,15 +22,21 @@ from ..model.known_models import (
     VIDEOS,
     WIDTHS,
     Architecture,
+    pick_twin,
+    video_models,
 )
 from ..model.latents import DOWNSCALE
-from ..runtime.text import Json, brief
+from ..runtime.text import Json, brief, shown
 from .headers import Headers
 
 # Only SANA-Video 2.0 has this tensor. Its feed-forwards are not convolutions.
 VIDEO2 = "attn_res.final_proj.weight"
-# This is in the name of the file with SANA-Video 2.0's preview.
-PREVIEW = "4step"
+# In the names of SANA-Video 2.0's preview and of its folders, but 24step and 1024steps are of a training.
+PREVIEW = re.compile(r"(?<!\d)(?:4|four)[-_. ]?steps?(?![a-z])", re.IGNORECASE)
+PREVIEW_FILE = re.compile(r"(?<![a-z])(?:preview|dmd\d?)(?![a-z])", re.IGNORECASE)
+# In the names of LongSANA and of its folders.
+LONG = re.compile(r"(?<![a-z])long[-_. ]?(?:live|sana)", re.IGNORECASE)
+NAMING_PARTS = 5
 # The width that DC-AE-Lite's configuration has for the finest stage of the decoder. That stage has no blocks.
 EMPTY_WIDTH = 128
 # The convolution at the beginning of each stage of the decoder except the coarsest.
@@ -99,6 +107,7 @@ def transformer_config(name: str, headers: Headers) -> Json:
         "caption_channels": caption.shape[1] * (2 if caption.dtype == torch.uint8 else 1),
         "mlp_ratio": mlp_ratio(headers, arch.width),
         "patch_size": headers["patch_embed.proj.weight"].shape[-1],
+        "attention_bias": "transformer_blocks.0.attn1.to_q.bias" in headers,
         "guidance_embeds": arch.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if arch.qk_norm else None,
     }
@@ -143,13 +152,14 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
     return ""
 
 
-def video_name(name: str, headers: Headers, config: Json | None) -> str:
-    """Return the name in VIDEOS of a SANA-Video transformer. Errors name the file `name`.
+def video_name(file: Path, headers: Headers, config: Json | None) -> str:
+    """Return the name in VIDEOS of a SANA-Video transformer.
 
-    The 4-step preview has the tensors of the model that it was distilled from. It is recognised by its file's name, or
-    by the sampler in the configuration of a saved MODEL.
+    The 4-step preview has the tensors of the model that it was distilled from. It is recognised by the sampler in the
+    configuration of a saved MODEL, or else by the name of the file or of its folders.
     """
-    _, channels, *patch = headers["patch_embedding.weight"].shape
+    name = shown(file)
+    width, channels, *patch = headers["patch_embedding.weight"].shape
     generation = [model for model in VIDEOS.values() if model.is_video2 == (VIDEO2 in headers)]
     models = [model for model in generation if model.channels == channels]
     if not models:
@@ -162,8 +172,23 @@ def video_name(name: str, headers: Headers, config: Json | None) -> str:
         raise CheckpointError(
             f"{name}: got patches of {brief(patch)}, expected those of a SANA-Video model; use a released model"
         )
-    is_preview = PREVIEW in name.rpartition("/")[2].lower() or "sampler" in (config or {})
-    return models[-1 if is_preview else 0].name
+    layers = count(headers, r"transformer_blocks\.(\d+)\.")
+    fitting = video_models(channels, width, layers, VIDEO2 in headers)
+    if not fitting:
+        raise CheckpointError(
+            f"{name}: got {layers} layers of width {width}, expected at most {models[0].layers} of {models[0].width} "
+            f"as in {models[0].title}; update this pack, which may know the model then"
+        )
+    sampler = DMD if config is None and named(PREVIEW, PREVIEW_FILE, file) else (config or {}).get("sampler")
+    return pick_twin(fitting, sampler).name
+
+
+def named(anywhere: re.Pattern[str], in_file: re.Pattern[str], file: Path) -> bool:
+    """Whether a name in the path of `file` matches `anywhere`, or its own name `in_file`.
+
+    NVIDIA's folders and the caches of the hub have the model's name up to four folders above the file.
+    """
+    return bool(in_file.search(file.stem)) or any(anywhere.search(part) for part in file.parts[-NAMING_PARTS:])
 
 
 def video_config(name: str, headers: Headers) -> Json:

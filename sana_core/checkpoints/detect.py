@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, MissingFileError
-from ..model.known_models import DEFAULT_RESOLUTION, RESOLUTIONS
+from ..model.known_models import DEFAULT_RESOLUTION, RESOLUTIONS, VIDEOS
 from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, first_few, shown
 from .checkpoint import FP8_FILE, Checkpoint, Source
-from .configs import VIDEO2, contradiction, resolution_config
+from .configs import LONG, VIDEO2, contradiction, count, named, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import (
@@ -74,9 +74,9 @@ RELATIVES = (
     (r"\._?weight[:_.]+(qdata|_data|_scale|zero_point)", "a model that torchao or quanto has quantised"),
 )
 # LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
-# SANA-Video would generate noise. These are the class in its config.json, and parts of its files' names.
+# SANA-Video would generate noise. This is the class in its config.json.
 LONGSANA = "LongSANA, whose layers read earlier frames from a cache that this pack does not have, unlike SANA-Video's"
-CAUSAL_CLASS, LONG_NAMES = "SanaVideoCausalTransformer3DModel", ("longlive", "longsana")
+CAUSAL_CLASS = "SanaVideoCausalTransformer3DModel"
 # Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
 DAMAGED = (
     (
@@ -251,7 +251,7 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         inner = classify(inner_names.keys() - {SAVED_CONFIG})
         if len(inner_names) == len(names) and inner[0] not in ("other", "lora"):
             names, (kind, layout, origins) = inner_names, inner
-    is_causal = (config or {}).get("_class_name") == CAUSAL_CLASS or any(x in file.stem.lower() for x in LONG_NAMES)
+    is_causal = (config or {}).get("_class_name") == CAUSAL_CLASS or named(LONG, LONG, file)
     is_long = kind == "video_transformer" and is_causal
     if is_long:
         kind = "other"
@@ -297,7 +297,17 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     if kind == "other":
         variant = LONGSANA if is_long else foreign_model(stored)
     else:
-        variant = CHECKPOINT_KINDS[kind].variant(shown(file), headers, config)
+        variant = CHECKPOINT_KINDS[kind].variant(file, headers, config)
+    is_assumed = False
+    if kind == "video_transformer":
+        model, width = VIDEOS[variant], headers["patch_embedding.weight"].shape[0]
+        is_assumed = model.has_twin and config is None
+        layers = count(headers, r"transformer_blocks\.(\d+)\.")
+        if (width, layers) != (model.width, model.layers):
+            notes.append(
+                f"{shown(file)}: {layers} layers of width {width}, not {model.layers} of {model.width}; shift, size "
+                f"and frames are of {model.title}"
+            )
     reference = ""
     if config is not None and config.get("reference") in tuple(RULES):
         # `convert` and ComfyUI's save nodes write it.
@@ -329,19 +339,20 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
     for header in stored.values():
         sizes[header.dtype] += header.size
     return Checkpoint(
-        file,
-        kind,
-        variant,
-        layout,
-        sizes.most_common(1)[0][0] if sizes else torch.float32,
-        sum(sizes.values()),
-        resolution,
-        source,
-        config,
-        headers,
-        origins,
-        weights,
+        path=file,
+        kind=kind,
+        variant=variant,
+        layout=layout,
+        dtype=sizes.most_common(1)[0][0] if sizes else torch.float32,
+        size=sum(sizes.values()),
+        resolution=resolution,
+        resolution_from=source,
+        config=config,
+        headers=headers,
+        origins=origins,
+        weights=weights,
         reference=reference,
+        is_assumed=is_assumed,
         notes=tuple(notes),
     )
 

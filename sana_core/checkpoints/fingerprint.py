@@ -18,6 +18,7 @@ from ..runtime.text import Json, get_logger
 from . import Checkpoint, inspect_checkpoint
 from .checkpoint import Source
 from .generation import shift_of, text_reference
+from .kinds import TRANSFORMER_KINDS
 from .load import build_module
 from .lora import peft_file
 from .tokenizer import load_tokenizer
@@ -55,7 +56,7 @@ def fingerprint(
         if part.kind == "lora":  # its configuration is in its files
             continue
         fingerprints[f"{part.kind}_config"] = digest_json(resolved_config(part))
-        if part.kind == "transformer":
+        if part.kind in TRANSFORMER_KINDS:
             fingerprints["shift"] = shift_of(info, reference=reference)
         if part.kind == "text_encoder":
             tokenizer = load_tokenizer(part)

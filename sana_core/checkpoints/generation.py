@@ -8,12 +8,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..model.known_models import DC_AE_SCALE, DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, released_shift
+from ..model.known_models import (
+    DC_AE_SCALE,
+    DEFAULT_RESOLUTION,
+    VIDEOS,
+    ImageModel,
+    VideoModel,
+    image_model,
+    released_shift,
+)
 from ..model.reference import AUTO, DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, READINGS, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, shown
-from ..sampling.samplers import SAMPLERS
+from ..sampling.samplers import DISTILLED, SCHEDULERS
 from .checkpoint import Checkpoint, find_part
+from .configs import architecture
 from .downloads import GEMMA_FILE
 from .files import REDOWNLOAD
 from .headers import PICKLED, map_file, read_file, read_tensors
@@ -21,24 +30,36 @@ from .kinds import TRANSFORMER_KINDS
 from .schemas import SHIFT_RANGE, number
 
 EULER, DPM_SOLVER = "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"
-# For each class, the settings that this package computes with. Without a setting, diffusers has the same value.
+# For each class, the settings that this package computes with. All other settings of the class change no image.
 SIGMAS: Json = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
-SIGMAS |= {"use_dynamic_shifting": False, "num_train_timesteps": 1000}
 FOLLOWED: dict[str, Json] = {
-    EULER: SIGMAS | {"shift_terminal": None, "invert_sigmas": False, "stochastic_sampling": False},
+    EULER: SIGMAS
+    | {
+        "num_train_timesteps": 1000,
+        "use_dynamic_shifting": False,
+        "shift_terminal": None,
+        "invert_sigmas": False,
+        "stochastic_sampling": False,
+    },
+    "FlowMatchHeunDiscreteScheduler": {"num_train_timesteps": 1000},
+    "SCMScheduler": {"prediction_type": "trigflow"},
     DPM_SOLVER: SIGMAS
     | {
+        "num_train_timesteps": 1000,
         "algorithm_type": "dpmsolver++",
         "solver_type": "midpoint",
         "final_sigmas_type": "zero",
         "lower_order_final": True,
-        "euler_at_final": False,
         "thresholding": False,
         "use_lu_lambdas": False,
         "prediction_type": "flow_prediction",
         "use_flow_sigmas": True,
     },
 }
+# The values in diffusers of settings that a configuration does not have. All others have the value in FOLLOWED.
+ABSENT: dict[str, Json] = {DPM_SOLVER: {"prediction_type": "epsilon", "use_flow_sigmas": False}}
+# Settings without effect on single samplers. DPM-Solver++ lowers its order before sigma 0 in any case.
+IDLE = {"flow_dpmpp_1": ("solver_type", "lower_order_final"), "flow_dpmpp_2m": ("lower_order_final",)}
 # The field of the shift in the configuration of each scheduler class.
 SHIFT_FIELDS = {
     DPM_SOLVER: "flow_shift",
@@ -68,37 +89,36 @@ class Scheduler(NamedTuple):
         return [f"scheduler: {settings} not available; images differ from diffusers' images"] if settings else []
 
 
+def record_of(part: Checkpoint) -> ImageModel | VideoModel:
+    """Return the record of the transformer `part`."""
+    return VIDEOS[part.variant] if part.is_video else image_model(architecture(part.headers))
+
+
 def scheduler_of(part: Checkpoint) -> Scheduler:
-    """Return the scheduler of the image transformer `part`: of its folder, or of the MODEL that was saved."""
-    config = part.scheduler_config
+    """Return the scheduler of the transformer `part`: of its folder, of the MODEL that was saved, or of its authors."""
+    config, model = part.scheduler_config, record_of(part)
+    default = model.defaults.sampler
     if config is None:
-        return Scheduler(saved_field(part, "sampler") or DEFAULTS.sampler)
+        return Scheduler(default if model.fixed else saved_field(part, "sampler") or default)
     name = config.get("_class_name", DPM_SOLVER)
-    # SANA-Sprint is always sampled with scm.
-    if (name, None) == SAMPLERS[SPRINT].scheduler:
-        return Scheduler(DEFAULTS.sampler)
-    if not isinstance(name, str) or name not in {row.scheduler[0] for row in SAMPLERS.values()}:
-        return Scheduler(DEFAULTS.sampler, (brief(name),))
-    samplers = {row.scheduler: key for key, row in SAMPLERS.items()}
-    order = config.get("solver_order", 2) if name == DPM_SOLVER else None
-    known_order = name != DPM_SOLVER or (type(order) is int and (name, order) in samplers)
-    sampler = samplers[name, order] if known_order else DEFAULTS.sampler
-    unknown = [
-        f"{field} {brief(config[field])}"
-        for field, value in FOLLOWED.get(name, SIGMAS).items()
-        if config.get(field, value) != value
-    ]
-    if not known_order:
+    # A distilled model is always sampled with its sampler, and no other model with that sampler.
+    fitting = {
+        order: sampler
+        for (scheduler, order), sampler in SCHEDULERS.items()
+        if scheduler == name and (sampler == default if model.fixed else sampler not in DISTILLED)
+    }
+    if not fitting:
+        return Scheduler(default, (brief(name),))
+    order = config.get("solver_order", 2) if None not in fitting else None
+    # 2.0 == 2 and True == 1 in Python, but diffusers has no such orders.
+    is_known = type(order) in (int, type(None)) and order in fitting
+    sampler = fitting[order] if is_known else default
+    followed = {field: value for field, value in FOLLOWED.get(name, {}).items() if field not in IDLE.get(sampler, ())}
+    stated = followed | ABSENT.get(name, {}) | config
+    unknown = [f"{field} {brief(stated[field])}" for field, value in followed.items() if stated[field] != value]
+    if not is_known:
         unknown.append(f"solver_order {brief(order)}")
-    # Steps of order 2 come in two types. Order 3 has such steps, too: the second and the last but one.
-    if sampler == "flow_dpmpp_1":
-        unknown = [setting for setting in unknown if not setting.startswith("solver_type ")]
     return Scheduler(sampler, tuple(unknown))
-
-
-def default_sampler(part: Checkpoint) -> str:
-    """Return the sampler of the transformer `part`: of its scheduler, or of its authors for SANA-Video."""
-    return VIDEOS[part.variant].defaults.sampler if part.is_video else scheduler_of(part).sampler
 
 
 def shift_of(checkpoint: Checkpoint, resolution: int | None = None, reference: str = AUTO) -> float:
@@ -109,8 +129,8 @@ def shift_of(checkpoint: Checkpoint, resolution: int | None = None, reference: s
     """
     part = find_part(checkpoint, *TRANSFORMER_KINDS)
     pixels = resolution or part.resolution or DEFAULT_RESOLUTION
-    shift = released_shift(part.variant, pixels, part.reference)
-    released = shift if reference == AUTO else released_shift(part.variant, pixels, reference)
+    shift = released_shift(record_of(part), pixels, part.reference)
+    released = shift if reference == AUTO else released_shift(record_of(part), pixels, reference)
     if resolution is not None or released != shift:
         return released
     config = part.scheduler_config
@@ -158,9 +178,9 @@ def checkpoint_notes(checkpoint: Checkpoint, reference: str = AUTO) -> list[str]
     lines: list[str] = []
     for part in checkpoint.components:
         lines += part.notes
-        if part.kind == "transformer":
+        if part.kind in TRANSFORMER_KINDS:
             scheduler = scheduler_of(part)
-            if (sampler := scheduler.sampler) != DEFAULTS.sampler:
+            if (sampler := scheduler.sampler) != record_of(part).defaults.sampler:
                 lines.append(f"scheduler: saved with {sampler}; choose that sampler, or switch model_defaults on")
             lines += scheduler.notes
         if part.kind == "text_encoder":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -65,8 +66,8 @@ class CheckpointKind(NamedTuple):
     roots: frozenset[str] = frozenset()
     # The tensors that determine its architecture, with their number of dimensions.
     tensors: Mapping[str, int] = EMPTY
-    # The name of the model, from the file's name in errors, the headers and the file's configuration.
-    variant: Callable[[str, Headers, Json | None], str] = lambda name, headers, config: ""
+    # The name of the model, from the file's path, the headers and the file's configuration.
+    variant: Callable[[Path, Headers, Json | None], str] = lambda file, headers, config: ""
     # The arguments of the library's class, from the first two of these. Without arguments the library has its defaults.
     config: Callable[[str, Headers], Json] = lambda name, headers: {}
     # Whether it belongs to SANA-Video.
@@ -99,7 +100,7 @@ CHECKPOINT_KINDS = {
         fields=TRANSFORMER_FIELDS,
         roots=TRANSFORMER_ROOTS | LAST_ROOTS | {"patch_embed"},
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
-        variant=lambda name, headers, config: variant_name(architecture(headers)),
+        variant=lambda file, headers, config: variant_name(architecture(headers)),
         config=transformer_config,
     ),
     "video_transformer": CheckpointKind(
@@ -119,11 +120,12 @@ CHECKPOINT_KINDS = {
         title="SANA ControlNet",
         wanted="a SANA ControlNet",
         remedy="get Sana_1600M_1024px_BF16_ControlNet_HED from Efficient-Large-Model on Hugging Face",
+        folder="controlnet",
         classes=("SanaControlNetModel",),
         fields=TRANSFORMER_FIELDS,
         roots=TRANSFORMER_ROOTS | {"patch_embed", "input_block", "controlnet_blocks", BASE_BLOCK},
         tensors={"patch_embed.proj.weight": 4, **TRANSFORMER_TENSORS},
-        variant=lambda name, headers, config: controlnet_name(architecture(headers)),
+        variant=lambda file, headers, config: controlnet_name(architecture(headers)),
         config=controlnet_config,
     ),
     "autoencoder": CheckpointKind(
@@ -135,7 +137,7 @@ CHECKPOINT_KINDS = {
         fields=AUTOENCODER_FIELDS,
         roots=frozenset({"encoder", "decoder"}),
         tensors={"decoder.conv_in.weight": 4},
-        variant=lambda name, headers, config: (
+        variant=lambda file, headers, config: (
             f"dc-ae-{'lite-' * is_lite(headers)}f32c{headers['decoder.conv_in.weight'].shape[1]}"
         ),
         config=lambda name, headers: autoencoder_config(headers),
@@ -155,7 +157,7 @@ CHECKPOINT_KINDS = {
                 *("conv1", "conv2", "per_channel_statistics"),
             }
         ),
-        variant=lambda name, headers, config: video_autoencoder_name(headers),
+        variant=lambda file, headers, config: video_autoencoder_name(headers),
         is_video=True,
     ),
     "text_encoder": CheckpointKind(
@@ -174,7 +176,7 @@ CHECKPOINT_KINDS = {
             "layers.0.self_attn.q_proj.weight": 2,
             "layers.0.self_attn.k_proj.weight": 2,
         },
-        variant=lambda name, headers, config: GEMMA_WIDTHS.get(
+        variant=lambda file, headers, config: GEMMA_WIDTHS.get(
             gemma_width(headers), f"gemma-2-custom-{gemma_width(headers)}"
         ),
         config=lambda name, headers: gemma_config(headers),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, VIDEOS, TransformerConfig
+from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, TransformerConfig
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
@@ -25,7 +25,7 @@ from .checkpoint import FP8_FILE, Checkpoint, Source, find_part
 from .configs import VIDEO2, count, resolution_config
 from .detect import follow, inspect_checkpoint
 from .files import FOREIGN, INCOMPLETE
-from .generation import default_sampler, text_reference
+from .generation import scheduler_of, text_reference
 from .headers import Reader, read_file, read_tensors
 from .kinds import CHECKPOINT_KINDS, TOKENIZERS, TRANSFORMER_KINDS
 from .quantised import dequantised, layer_tensors, quantised_layers
@@ -92,7 +92,7 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
                 module.base_block = copy.deepcopy(module.transformer_blocks[0])
         if part.kind != "autoencoder":
             set_reference(module, part.reference)
-        if part.kind in TRANSFORMER_KINDS and (sampler := default_sampler(part)) != DEFAULTS.sampler:
+        if part.kind in TRANSFORMER_KINDS and (sampler := scheduler_of(part).sampler) not in (DEFAULTS.sampler, SPRINT):
             module.register_to_config(sampler=sampler)
         return module
     except (CheckpointError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -153,7 +153,7 @@ def config_of(part: Checkpoint) -> TransformerConfig:
     parameters = inspect.signature(library_class(part).__init__).parameters.values()
     defaults: Json = {parameter.name: parameter.default for parameter in parameters}
     if part.kind in TRANSFORMER_KINDS:
-        defaults["sampler"] = default_sampler(part)
+        defaults["sampler"] = scheduler_of(part).sampler
     config: Any = SimpleNamespace(**defaults | library_config(part))
     return config
 

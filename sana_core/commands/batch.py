@@ -38,7 +38,7 @@ from .options import (
     path_of,
     progress_line,
     settings_of,
-    show_scheduler,
+    show_model,
     show_status,
 )
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     devices, cluster = devices_of(arguments), cluster_of(arguments)
     settings = settings_of(arguments, devices)
     request = prepare(workload, arguments.checkpoint, settings, devices)
-    show_scheduler(request.checkpoint)
+    show_model(request.checkpoint)
     make_folder(arguments.out)
     # Check that the folder is not another program's.
     read_manifest(arguments.out)

@@ -8,7 +8,7 @@ import json
 from ..batch.pipeline import local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
-from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints import Checkpoint, find_part, inspect_checkpoint
 from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
 from ..model.known_models import VIDEOS
@@ -25,7 +25,7 @@ from .options import (
     devices_of,
     path_of,
     settings_of,
-    show_scheduler,
+    show_model,
     show_status,
 )
 
@@ -34,8 +34,8 @@ logger = get_logger(__name__)
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\
       --checkpoint demo/sana-posters --width 512 --height 512 --out output
-  python -m sana_core generate "Waves roll against a lighthouse. motion score: 30." \\
-      --checkpoint SANA-Video_2B_480p_diffusers --frames 81 --out clip.mp4"""
+  python -m sana_core generate "Waves roll against a lighthouse." --motion-score 30 \\
+      --checkpoint SANA-Video_2B_480p_diffusers --out clip.mp4"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,17 +43,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
     parser.add_argument("--split", action="store_true", help="all devices of this machine share each image")
     parser.add_argument(
-        "--frames", type=int, help="number of frames of the video, by SANA-Video; --out is its file, as clip.mp4"
+        "--frames", type=int, help="frames of the video; 0, the default: the model's; --out is its file, as clip.mp4"
     )
     parser.add_argument("--first", type=path_of, help="the image that the video begins with")
+    parser.add_argument("--motion-score", type=int, help="of the video; default: 10, or 20 for 2.0; 0: none")
     add_sampling_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image, PngImagePlugin
 
-    if arguments.frames is not None or arguments.first is not None:
-        run_video(arguments)
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
+    if checkpoint.is_video or not (arguments.frames is arguments.first is arguments.motion_score is None):
+        run_video(arguments, checkpoint)
         return
 
     specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
@@ -64,8 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
     options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments, devices)._asdict()}
     where = devices, cluster_of(arguments), arguments.split
-    checkpoint = inspect_checkpoint(arguments.checkpoint)
-    show_scheduler(checkpoint)
+    show_model(checkpoint)
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:
@@ -106,7 +107,7 @@ IMAGES_ONLY = {
 }
 
 
-def run_video(arguments: argparse.Namespace) -> None:
+def run_video(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Generate one video and write it. Raises InputError for what only images have."""
     wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
     wrong += ["prompts"] * (len(arguments.prompts) > 1) + ["devices"] * (len(arguments.devices or ()) > 1)
@@ -115,23 +116,23 @@ def run_video(arguments: argparse.Namespace) -> None:
     check_writer(arguments.out)
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
-    checkpoint = inspect_checkpoint(arguments.checkpoint)
     model = VIDEOS[find_part(checkpoint, "video_transformer").variant]
     width, height = model.size
     size = (
         width if arguments.width is None else arguments.width,
         height if arguments.height is None else arguments.height,
     )
-    frames = model.frames if arguments.frames is None else arguments.frames
+    frames = arguments.frames or model.frames
     video_shape(*size, frames, model)
     first = None if arguments.first is None else read_first(arguments.first, size)
-    settings = {name: getattr(arguments, name) for name in ("steps", "guidance", "sampler")}
+    settings = {
+        name: getattr(arguments, name) for name in ("steps", "guidance", "sampler", "negative_prompt", "motion_score")
+    }
     settings = {name: value for name, value in settings.items() if value is not None}
     devices = local_devices(arguments.devices)
     settings |= {"dtype": choose_dtype(arguments, devices), "device": str(devices[0])}
+    show_model(checkpoint)
     shown = arguments.prompts[0], checkpoint, arguments.seed, frames
-    generated = generate_video(
-        *shown, size, first, arguments.negative_prompt, reference=arguments.reference, **settings
-    )
+    generated = generate_video(*shown, size, first, reference=arguments.reference, **settings)
     write_video(arguments.out, generated, arguments.overwrite, model.rate)
     write_lines(arguments.out)

@@ -12,7 +12,7 @@ import torch
 
 from ..batch.pipeline import DTYPES, SamplingSettings, local_devices
 from ..checkpoints import Checkpoint
-from ..checkpoints.generation import scheduler_of
+from ..checkpoints.generation import record_of, scheduler_of
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
 from ..model.known_models import DEFAULT_RESOLUTION
@@ -46,13 +46,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
     add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
-    add("--steps", type=int, help="default: 20, or 2 for SANA-Sprint")
-    add("--guidance", type=float, help="default: 4.5")
+    add("--steps", type=int, help="default: the model's, such as 20, or 2 for SANA-Sprint")
+    add("--guidance", type=float, help="default: the model's, such as 4.5")
     add(
         "--sampler",
         help="default: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first",
     )
-    add("--negative-prompt", default="")
+    add("--negative-prompt", help="default: none, or NVIDIA's sentence for a video")
     add("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
     add("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")
     add(
@@ -164,12 +164,14 @@ def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | Non
     return SamplingSettings(**settings, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
 
 
-def show_scheduler(checkpoint: Checkpoint) -> None:
-    """Write a line for each setting of a diffusers folder's scheduler that does not exist here."""
-    for part in checkpoint.parts:
-        if part.kind == "transformer":
-            for line in scheduler_of(part).notes:
-                show_status(line)
+def show_model(checkpoint: Checkpoint) -> None:
+    """Write a line if the model is a guess, and one with the settings of its scheduler that do not exist here."""
+    part = checkpoint.transformer
+    if part is not None:
+        if part.is_assumed:
+            show_status(f"{part.name}: {record_of(part).title}, assumed from the file's name")
+        for line in scheduler_of(part).notes:
+            show_status(line)
 
 
 def show_status(text: str) -> None:

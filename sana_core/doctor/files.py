@@ -10,6 +10,7 @@ import torch
 from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..checkpoints.fingerprint import files_of
 from ..checkpoints.headers import PICKLED, SUFFIXES
+from ..checkpoints.kinds import TRANSFORMER_KINDS
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
 from ..errors import CheckpointError, SanaError
 from ..runtime.atomic_files import digest_file
@@ -124,7 +125,7 @@ def describe_loras(report: Report, models: Sequence[Checkpoint]) -> None:
     if BUNDLED.is_dir():
         with report.checking(SECTION, "the bundled model"):
             bases.append(inspect_checkpoint(BUNDLED))
-    transformers = [part for info in bases for part in info.parts or (info,) if part.kind == "transformer"]
+    transformers = [part for info in bases for part in info.components if part.kind in TRANSFORMER_KINDS]
     foreign_loras = 0
     for info in models:
         if info.kind != "lora":

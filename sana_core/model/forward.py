@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from ..errors import InputError
 from ..kernels.trial import kernels_on
 from ..runtime.accelerator import has_float64
 from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 FUSED_HEADS = (16, 32, 64)
 # diffusers adds this to the attention scores of masked tokens. Their weight becomes exactly 0.
 DROPPED = -10000.0
+
+
+def check_mask(field: str, mask: torch.Tensor) -> None:
+    """Raise InputError if a prompt in `mask` [P, T] has no token. Attention over no token has no meaning."""
+    if not (mask != 0).any(1).all():
+        raise InputError(f"{field}: got a prompt without a token, expected at least one; encode the text again")
 
 
 def longest_prompt(mask: torch.Tensor) -> int:

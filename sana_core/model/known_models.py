@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import log
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,23 +24,6 @@ class Architecture(NamedTuple):
     guidance_embeds: bool = False
 
 
-VARIANTS = {
-    "0.6B": Architecture(1152, 28),
-    "1.6B": Architecture(2240, 20),
-    "1.5-1.6B": Architecture(2240, 20, qk_norm=True),
-    "1.5-4.8B": Architecture(2240, 60, qk_norm=True),
-    "sprint-0.6B": Architecture(1152, 28, qk_norm=True, guidance_embeds=True),
-    "sprint-1.6B": Architecture(2240, 20, qk_norm=True, guidance_embeds=True),
-}
-# How NVIDIA's names of released files and folders begin.
-RELEASED_NAMES = {
-    "Sana_600M_": "0.6B",
-    "Sana_1600M_": "1.6B",
-    "SANA1.5_1.6B_": "1.5-1.6B",
-    "SANA1.5_4.8B_": "1.5-4.8B",
-    "Sana_Sprint_0.6B_": "sprint-0.6B",
-    "Sana_Sprint_1.6B_": "sprint-1.6B",
-}
 HEAD_DIM = 32
 VIDEO_HEAD_DIM = 112
 # {inner width: heads of the cross-attention}
@@ -55,12 +39,6 @@ RESOLUTIONS = (512, 1024, 2048, 4096)
 DEFAULT_RESOLUTION = 1024
 # Models of this side and larger have a position embedding. It has interpolation scale 1 at this side.
 POSITIONED = 2048
-# The shift of the schedule, and of resolutions with another shift.
-SHIFT, SHIFTS = 3.0, {4096: 6.0}
-# The shift of NVIDIA's SANA 0.6B at 1024 px, which has a ControlNet (configs/sana_app_config/Sana_600M_app.yaml,
-# configs/sana_config/1024ms/Sana_600M_img1024.yaml). diffusers' folders of this model have shift 3.
-NVIDIA_SHIFTS = {("0.6B", 1024): 4.0}
-
 # SANA-Sprint's angles of TrigFlow: pi / 2 rounded up, which is pure noise, and the angle of the second of two steps.
 MAX_TIMESTEP = 1.57080
 INTERMEDIATE_TIMESTEP = 1.3
@@ -81,16 +59,45 @@ SPRINT = "scm"
 # the sampler of SANA-Video 2.0's preview in 4 steps, which was distilled for it (diffusion/scheduler of NVlabs/Sana)
 DMD = "flow_dmd"
 DEFAULTS, SPRINT_DEFAULTS = Defaults("flow_dpmpp_2m", 20, GUIDANCE), Defaults(SPRINT, 2, GUIDANCE)
-VIDEO_DEFAULTS = Defaults("flow_dpmpp_2m", 50, 6.0)
+SPRINTED = SPRINT_DEFAULTS, ("sampler",)
 # NVIDIA's script samples videos that begin with an image by LTXFlowEuler. The SanaImageToVideoPipeline of diffusers
 # expects FlowMatchEulerDiscreteScheduler.
 IMAGE_TO_VIDEO_SAMPLER = "flow_euler"
+# The negative prompt of inference_video_scripts/inference_sana_video.py in NVlabs/Sana.
+VIDEO_NEGATIVE = (
+    "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky "
+    "movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter, and "
+    "ghosting effects, creating a disorienting visual experience."
+)
 
 
-class VideoModel(NamedTuple):
+@dataclass(frozen=True)
+class Model:
+    """The record of a released model. The settings in a folder or in a saved MODEL override it field by field."""
+
+    name: str  # Commands and plans have this name.
+    title: str  # Lines under loaders and errors have this name.
+    defaults: Defaults
+    # The fields of `defaults` that the model was distilled for. Other values of them are refused.
+    fixed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageModel(Model):
+    """A SANA model of images."""
+
+    architecture: Architecture
+    released_name: str  # How NVIDIA's names of its files and folders begin.
+    # The shift of the schedule, and (pixels of a side, shift) where it differs, in all code or in NVIDIA's alone.
+    shift: float = 3.0
+    shifts: tuple[tuple[int, float], ...] = ((4096, 6.0),)
+    nvidia_shifts: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoModel(Model):
     """A SANA-Video model."""
 
-    name: str
     channels: int  # channels of the latents
     downscale: int  # pixels of a latent cell's side
     stride: int  # frames per latent frame, but the first latent frame has one frame
@@ -108,46 +115,71 @@ class VideoModel(NamedTuple):
     frames: int = 81
     rate: int = 16  # frames a second
     shift: float = 8.0  # of the schedule
-    defaults: Defaults = VIDEO_DEFAULTS
+    # The score at the end of each prompt, which NVIDIA's script appends, and the script's negative prompt.
+    motion_score: int = 10
+    negative: str = VIDEO_NEGATIVE
     is_video2: bool = False  # SANA-Video 2.0, with the layers of sana_core/video/transformer.py
+    # Another model has these tensors too. A configuration tells which of them a file is, or else a name.
+    has_twin: bool = False
 
 
+RECORDS = (
+    # NVIDIA's shift: configs/sana_app_config/Sana_600M_app.yaml and configs/sana_config/1024ms/Sana_600M_img1024.yaml.
+    ImageModel("0.6B", "SANA 0.6B", DEFAULTS, (), Architecture(1152, 28), "Sana_600M_", nvidia_shifts=((1024, 4.0),)),
+    ImageModel("1.6B", "SANA 1.6B", DEFAULTS, (), Architecture(2240, 20), "Sana_1600M_"),
+    ImageModel("1.5-1.6B", "SANA-1.5 1.6B", DEFAULTS, (), Architecture(2240, 20, True), "SANA1.5_1.6B_"),
+    ImageModel("1.5-4.8B", "SANA-1.5 4.8B", DEFAULTS, (), Architecture(2240, 60, True), "SANA1.5_4.8B_"),
+    ImageModel("sprint-0.6B", "SANA-Sprint 0.6B", *SPRINTED, Architecture(1152, 28, True, True), "Sana_Sprint_0.6B_"),
+    ImageModel("sprint-1.6B", "SANA-Sprint 1.6B", *SPRINTED, Architecture(2240, 20, True, True), "Sana_Sprint_1.6B_"),
+)
+IMAGES = {model.name: model for model in RECORDS}
+VARIANTS = {name: model.architecture for name, model in IMAGES.items()}
 # The shapes of 480p and 720p are ASPECT_RATIO_VIDEO_480_MS and _720_MS in diffusion/data/datasets/utils.py of
 # NVlabs/Sana, their latents those of Wan 2.1 and LTX-2.
 VIDEO_480 = VideoModel(
     "video-2B-480p",
-    16,
-    8,
-    4,
-    2,
-    32,
-    (832, 480),
-    ((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
+    "SANA-Video 2B 480p",
+    Defaults("flow_dpmpp_2m", 50, 6.0),
+    (),
+    channels=16,
+    downscale=8,
+    stride=4,
+    patch=2,
+    smallest=32,
+    size=(832, 480),
+    shapes=((896, 448), (832, 480), (768, 528), (720, 560), (672, 592), (624, 624))
     + ((592, 672), (560, 720), (528, 768), (496, 816), (480, 832), (448, 896)),
-    2_056_862_144,
-    126_892_531,
-    3627,
-    "wan-2.1",
+    parameters=2_056_862_144,
+    vae_parameters=126_892_531,
+    decode_bytes=3627,
+    vae="wan-2.1",
+    has_twin=True,  # LongSANA, which is refused
 )
-VIDEO_720 = VideoModel(
-    "video-2B-720p",
-    128,
-    32,
-    8,
-    1,
+VIDEO_720 = replace(
+    VIDEO_480,
+    name="video-2B-720p",
+    title="SANA-Video 2B 720p",
+    channels=128,
+    downscale=32,
+    stride=8,
+    patch=1,
     # The decoder of LTX-2 reflects one cell at each edge, so it needs two.
-    64,
-    (1280, 704),
-    ((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
+    smallest=64,
+    size=(1280, 704),
+    shapes=((1344, 672), (1280, 704), (1152, 800), (1088, 832), (960, 960), (896, 1024), (832, 1088), (800, 1152))
     + ((736, 1248), (704, 1280), (672, 1344)),
-    2_057_148_928,
-    1_222_479_601,
-    1556,
-    "ltx-2",
+    parameters=2_057_148_928,
+    vae_parameters=1_222_479_601,
+    decode_bytes=1556,
+    vae="ltx-2",
+    has_twin=False,
 )
 # SANA-Video 2.0 was released for one size (docs/sana_video2.md of NVlabs/Sana).
-VIDEO_5B = VIDEO_720._replace(
+VIDEO_5B = replace(
+    VIDEO_720,
     name="video-2.0-5B",
+    title="SANA-Video 2.0 5B 720p",
+    defaults=Defaults("flow_dpmpp_2m", 50, 8.0),
     smallest=32,
     vae_parameters=726_105_969,
     vae="ltx-2.3",
@@ -160,12 +192,21 @@ VIDEO_5B = VIDEO_720._replace(
     frames=193,
     rate=24,
     shift=12.0,
-    defaults=Defaults("flow_dpmpp_2m", 50, 8.0),
+    motion_score=20,
     is_video2=True,
+    has_twin=True,
 )
-# The shift of the preview gives the four sigmas of its training, FastVideoDMD4Step in diffusion/scheduler.
-VIDEO_5B_PREVIEW = VIDEO_5B._replace(
-    name="video-2.0-5B-4step", frames=81, rate=16, shift=6.0, defaults=Defaults(DMD, 4, 1.0)
+# The shift of the preview gives the four sigmas of its training, FastVideoDMD4Step in diffusion/scheduler. That class
+# raises an error for other numbers of steps and for guidance.
+VIDEO_5B_PREVIEW = replace(
+    VIDEO_5B,
+    name="video-2.0-5B-4step",
+    title="4-step preview of SANA-Video 2.0",
+    defaults=Defaults(DMD, 4, 1.0),
+    fixed=("sampler", "steps", "guidance"),
+    frames=81,
+    rate=16,
+    shift=6.0,
 )
 VIDEOS = {model.name: model for model in (VIDEO_480, VIDEO_720, VIDEO_5B, VIDEO_5B_PREVIEW)}
 LARGEST_FRAMES = 1025
@@ -282,7 +323,7 @@ def variant_name(arch: Architecture) -> str:
 
 def released_variant(name: str) -> str | None:
     """Return the variant of the released model with this name of a file or folder. None: another name."""
-    return next((variant for start, variant in RELEASED_NAMES.items() if name.startswith(start)), None)
+    return next((model.name for model in IMAGES.values() if name.startswith(model.released_name)), None)
 
 
 def controlnet_name(arch: Architecture) -> str:
@@ -291,12 +332,12 @@ def controlnet_name(arch: Architecture) -> str:
     return f"{next(names, 'custom')}-controlnet"
 
 
-def released_shift(variant: str, resolution: int, reference: str) -> float:
-    """Return the shift of the schedule that a model of that variant was released with, for `resolution` pixels."""
-    if variant in VIDEOS:
-        return VIDEOS[variant].shift
-    nvidia_shift = NVIDIA_SHIFTS.get((variant, resolution)) if reference == NVIDIA else None
-    return nvidia_shift or SHIFTS.get(resolution, SHIFT)
+def released_shift(model: ImageModel | VideoModel, resolution: int, reference: str) -> float:
+    """Return the shift of the schedule that `model` was released with, for `resolution` pixels."""
+    if isinstance(model, VideoModel):
+        return model.shift
+    shifts = model.shifts + (model.nvidia_shifts if reference == NVIDIA else ())
+    return dict(shifts).get(resolution, model.shift)
 
 
 class TransformerConfig(Protocol):
@@ -318,11 +359,42 @@ def is_video(config: TransformerConfig) -> bool:
     return not isinstance(config.patch_size, int)
 
 
+def image_model(arch: Architecture) -> ImageModel:
+    """Return the record of a transformer with `arch`. For other shapes it is made from SANA-Sprint's or SANA's."""
+    name = variant_name(arch)
+    family = IMAGES["sprint-1.6B" if arch.guidance_embeds else "1.6B"]
+    return IMAGES.get(name) or replace(family, name=name, title=family.title.rpartition(" ")[0], architecture=arch)
+
+
+def video_models(channels: int, width: int, layers: int, is_video2: bool) -> list[VideoModel]:
+    """Return the records of SANA-Video with these shapes, or else all records with at least this width and depth.
+
+    A file that is larger than the released models is of one that this package does not know, so the list is empty.
+    """
+    models = [model for model in VIDEOS.values() if (model.channels, model.is_video2) == (channels, is_video2)]
+    exact = [model for model in models if (model.width, model.layers) == (width, layers)]
+    return exact or [model for model in models if model.width >= width and model.layers >= layers]
+
+
 def video_model(config: TransformerConfig) -> VideoModel:
-    """Return the SANA-Video model with `config`. Only SANA-Video 2.0 has groups of layers, its preview a sampler."""
-    is_video2, is_preview = hasattr(config, "group_layers"), getattr(config, "sampler", None) == DMD
-    models = {(model.channels, model.is_video2, model.defaults.sampler == DMD): model for model in VIDEOS.values()}
-    return models[config.in_channels, is_video2, is_preview]
+    """Return the record of the SANA-Video with `config`. Only SANA-Video 2.0 has groups of layers."""
+    width = config.num_attention_heads * config.attention_head_dim
+    models = video_models(config.in_channels, width, config.num_layers, hasattr(config, "group_layers"))
+    return pick_twin(models, getattr(config, "sampler", None))
+
+
+def pick_twin(models: Sequence[VideoModel], sampler: str | None) -> VideoModel:
+    """Return the one of `models` that was distilled for `sampler`, or the first one that was not distilled."""
+    fitting = [model for model in models if model.fixed and model.defaults.sampler == sampler]
+    return (fitting or [model for model in models if not model.fixed])[0]
+
+
+def model_of(config: TransformerConfig) -> ImageModel | VideoModel:
+    """Return the record of the transformer with `config`."""
+    if is_video(config):
+        return video_model(config)
+    width = config.num_attention_heads * config.attention_head_dim
+    return image_model(Architecture(width, config.num_layers, bool(config.qk_norm), config.guidance_embeds))
 
 
 def build_transformer(model: Architecture, pixels: int | None = None) -> SanaTransformer2DModel:
@@ -351,19 +423,17 @@ def perturbed_block(layers: int) -> int:
 
 
 def model_defaults(config: TransformerConfig, begins_with_image: bool = False) -> Defaults:
-    """Return the defaults of the transformer with `config`: SANA-Video's, SANA-Sprint's or SANA's.
+    """Return the defaults of the transformer with `config`. Only videos can begin with an image.
 
-    Only videos can begin with an image.
+    `config.sampler` is set where a folder's scheduler is another one than the model's usual one.
     """
-    if is_video(config):
-        defaults = video_model(config).defaults
-        # The preview of SANA-Video 2.0 cannot begin with an image, and was distilled for its sampler.
-        is_euler = begins_with_image and defaults.sampler != DMD
-        return defaults._replace(sampler=IMAGE_TO_VIDEO_SAMPLER) if is_euler else defaults
-    if config.guidance_embeds:
-        return SPRINT_DEFAULTS
-    # Set where a folder's scheduler is another one than SANA's usual one.
-    return DEFAULTS._replace(sampler=getattr(config, "sampler", DEFAULTS.sampler))
+    model = model_of(config)
+    if model.fixed:
+        return model.defaults
+    sampler = getattr(config, "sampler", model.defaults.sampler)
+    if begins_with_image and sampler == model.defaults.sampler:
+        sampler = IMAGE_TO_VIDEO_SAMPLER
+    return model.defaults._replace(sampler=sampler)
 
 
 def read_size(size: object) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..runtime.checks import check_text
+from ..runtime.checks import check_text, check_whole
 from ..runtime.text import get_logger
 from .known_models import MAX_TOKENS
 from .reference import DIFFUSERS_VIDEO, NVIDIA, RULES
@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 
 # Characters beyond this number are not tokenized, because that takes long. The tokens that a model reads have fewer.
 LONGEST_TEXT = 100_000
+# The largest motion score of a video's prompt. NVIDIA's examples have 10 to 30.
+MOST_MOTION = 100
 # The instruction before the prompt in SANA's training: section 3.1 of the paper, chi_prompt in NVIDIA's configurations.
 INSTRUCTION = (
     "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
@@ -117,6 +119,16 @@ class TokenizedPrompt(NamedTuple):
     tokens: int
     # A line for the user about the part that was cut, or "".
     note: str
+
+
+def with_motion(prompt: str, score: int) -> str:
+    """Return `prompt` with the end that NVIDIA's script gives to prompts of videos, as " motion score: 10.".
+
+    A prompt that has a score keeps it. `score` is 0 to 100; 0: no score. Raises InputError for other numbers.
+    """
+    check_whole("motion_score", score, 0, MOST_MOTION)
+    has_score = "motion score:" in prompt.lower()
+    return prompt if has_score or not score else f"{prompt.strip()} motion score: {int(score)}."
 
 
 def read_prompt(

@@ -18,7 +18,7 @@ from ..model.known_models import Defaults, TransformerConfig, model_defaults, pe
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
 from ..runtime.checks import check_number
-from .samplers import check_sampler, find_sampler
+from .samplers import check_distilled, find_sampler
 from .schedules import check_steps
 
 if TYPE_CHECKING:
@@ -41,16 +41,17 @@ def choose_sampling(
 ) -> Defaults:
     """Return the three values, with the defaults of the model with `config` in place of None.
 
-    Raises InputError if the sampler is unknown or does not fit the model, or steps or guidance are out of range.
+    Raises InputError for an unknown sampler, for numbers out of range, and for values that the model was not distilled
+    for.
     """
     defaults = model_defaults(config, begins_with_image)
     sampler = sampler or defaults.sampler
     steps = defaults.steps if steps is None else steps
     guidance = defaults.guidance if guidance is None else guidance
     find_sampler(sampler)
-    check_sampler(config, sampler)
     check_steps(steps)
     check_number("guidance", guidance, 0, LARGEST_GUIDANCE)
+    check_distilled(config, sampler=sampler, steps=steps, guidance=guidance)
     return Defaults(sampler, steps, guidance)
 
 

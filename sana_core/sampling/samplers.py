@@ -8,14 +8,14 @@ The model returns x0. Sigmas are Python numbers, read once before the first step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
 
 from ..errors import InputError
-from ..model.known_models import DEFAULTS, DMD, SPRINT, TransformerConfig, model_defaults
+from ..model.known_models import DMD, IMAGES, SPRINT, VIDEOS, TransformerConfig, model_of
 from ..model.reference import DIFFUSERS, RULES, Reference
 from ..runtime.checks import check_name
 from .schedules import descending, flow_dpm_sigmas, flow_euler_sigmas, scm_sigmas
@@ -186,7 +186,7 @@ class Sampler(NamedTuple):
     # (steps, shift, reference) -> the [steps + 1] sigmas that `reference` computes
     schedule: Callable[[int, float, Reference], torch.Tensor]
     # The diffusers scheduler that samples in this way: its class, and its solver_order if the class has several.
-    scheduler: tuple[str, int | None]
+    scheduler: tuple[str, int | None] | None = None
     # SANA rounds the timesteps down to whole numbers with this sampler.
     whole_timesteps: bool = False
     # Whether `reference` uses guidance of at most 1, too. Otherwise, guidance is off at 1 and below.
@@ -246,20 +246,40 @@ SAMPLERS = {
 }
 
 
-def check_sampler(config: TransformerConfig, name: str) -> None:
-    """Raise InputError if the sampler `name` does not fit the model with `config`."""
-    if config.guidance_embeds and name != SPRINT:
+# {sampler: a model that was distilled for it}
+DISTILLED = {model.defaults.sampler: model for model in (*IMAGES.values(), *VIDEOS.values()) if model.fixed}
+
+
+def by_scheduler(samplers: Mapping[str, Sampler]) -> dict[tuple[str, int | None], str]:
+    """Return {scheduler: the name of its row}. Raises ValueError if two of `samplers` have the same scheduler."""
+    names: dict[tuple[str, int | None], str] = {}
+    for name, row in samplers.items():
+        if row.scheduler is not None and names.setdefault(row.scheduler, name) != name:
+            raise ValueError(f"{name}: got the scheduler of {names[row.scheduler]}, expected another, or None")
+    return names
+
+
+SCHEDULERS = by_scheduler(SAMPLERS)
+
+
+def check_distilled(config: TransformerConfig, **settings: object) -> None:
+    """Raise InputError unless `settings`, some of sampler, steps and guidance, fit the model with `config`.
+
+    A distilled model has values of its own, and its sampler fits no other model.
+    """
+    model = model_of(config)
+    expected = model.defaults._asdict()
+    for field in model.fixed:
+        if settings.get(field, expected[field]) != expected[field]:
+            raise InputError(
+                f"{field}: got {settings[field]} for {model.title}, expected {expected[field]}, for which it was "
+                "distilled; choose that"
+            )
+    name = settings.get("sampler")
+    if name in DISTILLED and name != model.defaults.sampler:
         raise InputError(
-            f"sampler: got {name} for a SANA-Sprint model, expected {SPRINT}; choose it, or use SANA Sprint"
-        )
-    if name == SPRINT and not config.guidance_embeds:
-        raise InputError(
-            f"sampler: got {name} for a model that is not SANA-Sprint, expected another; choose {DEFAULTS.sampler}"
-        )
-    if name == DMD and model_defaults(config).sampler != DMD:
-        raise InputError(
-            f"sampler: got {name} for a model that is not the 4-step preview of SANA-Video 2.0, expected another; "
-            f"choose {DEFAULTS.sampler}"
+            f"sampler: got {name} for {model.title}, expected another, because {name} is for {DISTILLED[name].title}; "
+            f"choose {model.defaults.sampler}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import InputError
-from ..model.known_models import DMD, LARGEST_FRAMES, VideoModel
+from ..model.known_models import LARGEST_FRAMES, VideoModel
 from ..model.latents import check_side
 from ..runtime.checks import check_whole
 
@@ -26,7 +26,7 @@ def video_shape(width: int, height: int, frames: int, model: VideoModel) -> tupl
 
 def check_first(model: VideoModel) -> None:
     """Raise InputError if videos of `model` cannot begin with an image."""
-    if model.defaults.sampler == DMD:
+    if model.fixed:
         raise InputError(
             f"first_image: got one for {model.name}, which generates videos from text alone, expected none; remove it, "
             f"or use {model.name.removesuffix('-4step')}"

@@ -39,24 +39,25 @@ def test_an_interval_that_ends_before_it_starts(host, base_graph):
 
 
 def test_sprint_in_other_samplers_and_other_models_in_scm(host, base_graph, custom_graph, variants):
-    use = r"; (choose it, or )?use SANA Sprint(, or lcm with cfg 1)?$"
+    distilled = "for which it was distilled"
+    use = "; use SANA Sampler with model_defaults, or lcm with cfg 1$"
     for sampler in ("flow_dpmpp_2m", "flow_euler"):
-        assert re.search(
-            f"^sampler: got {sampler} for a SANA-Sprint model, expected scm{use}",
-            error(host, on(base_graph(sampler=sampler), "sprint")),
-        )
-        assert re.search(use, error(host, on(custom_graph(sampler, guidance=1.0), "sprint")))
+        expected = f"sampler: got {sampler} for SANA-Sprint, expected scm, {distilled}; choose that"
+        assert error(host, on(base_graph(sampler=sampler), "sprint")) == expected
+        assert error(host, on(custom_graph(sampler, guidance=1.0), "sprint")) == expected
     for name in ("euler", "dpmpp_2m", "uni_pc"):
         message = error(host, ksampler(on(base_graph(), "sprint"), sampler_name=name, cfg=1.0))
-        assert re.search(f"^sampler_name: got .* for a SANA-Sprint model, expected scm{use}", message), message
+        assert re.search(f"^sampler_name: got .* for SANA-Sprint, expected scm, {distilled}{use}", message), message
     message = error(host, ksampler(on(base_graph(), "sprint"), sampler_name="lcm", cfg=4.5))
-    assert re.search(f"^cfg: got 4.5 for a SANA-Sprint model, .* expected 1{use}", message), message
+    assert re.search(f"^cfg: got 4.5 for SANA-Sprint, .* expected 1{use}", message), message
 
     links = {"model": ["load", 0], "positive": ["positive", 0], "latent_image": ["empty", 0]}
     sprint = {**base_graph(), "sample": ("SanaNodesSprint", {**links, "seed": 0, "steps": 2, "guidance": 4.5})}
     for graph in (base_graph(sampler="scm"), custom_graph("scm"), sprint):
         message = error(host, graph)
-        assert message == "sampler: got scm for a model that is not SANA-Sprint, expected another; choose flow_dpmpp_2m"
+        assert re.search(
+            "^sampler: got scm for SANA, expected another, .* SANA-Sprint 1.6B; choose flow_dpmpp", message
+        )
     pag = through(on(base_graph(), "sprint"), "SanaNodesPAG", scale=2.0)
     assert error(host, pag).startswith("model: got a SANA-Sprint")
     assert host.run(base_graph(steps=1))["image"].isfinite().all()

@@ -83,7 +83,7 @@ ROWS = {
     ),
     "TextEncode": (
         {"clip": ["load", 1], "text": "a red circle", "instruction": True},
-        {"clip": ["other load", 1], "text": "a blue circle", "instruction": False},
+        {"clip": ["other load", 1], "text": "a blue circle", "instruction": False, "motion_score": 20},
     ),
     "PromptList": (
         {"clip": ["load", 1], "prompts": "a red circle\na blue square", "instruction": True},

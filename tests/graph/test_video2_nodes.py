@@ -133,9 +133,61 @@ def test_the_preview_begins_with_no_image(host, build, image):
 
 
 def test_the_sampler_of_the_preview_fits_no_other_model(host, build):
-    message = "sampler: got flow_dmd for a model that is not the 4-step preview of SANA-Video 2.0, expected another; ch"
+    message = (
+        "sampler: got flow_dmd for SANA-Video 2.0 5B 720p, expected another, .* 4-step preview of SANA-Video 2.0; ch"
+    )
     with pytest.raises(NodeError, match=f"^{message}oose flow_dpmpp_2m$"):
         host.run(build(**OURS | {"sampler": "flow_dmd"}))
+
+
+@pytest.mark.parametrize(
+    "node, inputs, message",
+    [
+        (
+            "SanaNodesSampler",
+            {"sampler": "flow_dpmpp_2m"},
+            "sampler: got flow_dpmpp_2m for 4-step preview of SANA-Video",
+        ),
+        (
+            "SanaNodesSampler",
+            {"sampler": "flow_dmd", "steps": 20},
+            "steps: got 20 for .*, expected 4, for which it was",
+        ),
+        (
+            "SanaNodesSampler",
+            {"sampler": "flow_dmd", "steps": 0, "guidance": 4.5},
+            "guidance: got 4.5 for .*, expected 1",
+        ),
+        (
+            "KSampler",
+            {"sampler_name": "euler", "scheduler": "normal", "cfg": 1.0},
+            "sampler_name: got euler for 4-step",
+        ),
+        ("KSampler", {"sampler_name": "lcm", "scheduler": "normal", "cfg": 4.5}, "cfg: got 4.5 for 4-step preview"),
+    ],
+)
+def test_the_preview_refuses_what_it_was_not_distilled_for(host, build, node, inputs, message):
+    core = {"denoise": 1.0} if node == "KSampler" else {"guidance": 1.0}
+    with pytest.raises(NodeError, match=f"^{message}"):
+        host.run(build(None, True, node, **core | inputs))
+
+
+def test_steps_and_frames_of_0_are_the_models(host, build, tensors):
+    options = {"guidance": 1.0, "sampler": "flow_dmd"}
+    graph = build(None, True, steps=0, **options)
+    graph["catch fps"] = ("Catch", {"value": ["empty", 1], "name": "fps"})
+    got = host.run(graph)
+    assert torch.equal(got["latent"]["samples"], host.run(build(None, True, steps=4, **options))["latent"]["samples"])
+    assert got["fps"] == 16.0
+    for preview, frames, fps in ((False, 193, 24.0), (True, 81, 16.0)):
+        graph = {name: node for name, node in build(None, preview).items() if name in ("load", "empty")}
+        graph["empty"][1]["frames"] = 0
+        graph |= {
+            f"catch {name}": ("Catch", {"value": ["empty", output], "name": name})
+            for output, name in enumerate(("latent", "fps"))
+        }
+        got = host.run(graph)
+        assert (got["latent"]["samples"].shape[2], got["fps"]) == (1 + (frames - 1) // 8, fps)
 
 
 def test_core_decodes_ltx_2_3_as_diffusers_does(host, build):
@@ -201,7 +253,10 @@ def test_a_folder_with_the_vae_of_ltx_2_is_refused(host, folder, other_vae):
 
 def test_the_line_under_the_loader_names_the_model(host, build, node_texts):
     host.run(build(**OURS))
-    assert any(text.startswith("SANA-Video 2.0-5B, NVIDIA's layout") for _, text, *_ in node_texts)
+    assert any(
+        text.startswith("SANA-Video 2.0 5B 720p (assumed from the file's name), NVIDIA's layout")
+        for _, text, *_ in node_texts
+    )
 
 
 @pytest.mark.parametrize("dialect", ["PEFT", "kohya", "ComfyUI"])

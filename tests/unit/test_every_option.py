@@ -107,7 +107,8 @@ SAMPLING = {
 # For each command, its options, and a value that differs from the default and from the modes.
 OPTIONS = {
     "generate": SAMPLING
-    | {"overwrite": "--overwrite", "split": "--split", "frames": "--frames 9", "first": "--first SECOND"},
+    | {"overwrite": "--overwrite", "split": "--split", "frames": "--frames 9", "first": "--first SECOND"}
+    | {"motion_score": "--motion-score 20"},
     "batch": SAMPLING | {"out_shared": "--out-shared", "report": "--report"},
     "decode": {
         "checkpoint": "--checkpoint OTHER",

@@ -11,6 +11,7 @@ from tiny import library_pipeline
 
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings
+from sana_core.errors import InputError
 from sana_core.generate import SamplingOptions
 from sana_core.model.latents import noise_stream
 
@@ -131,6 +132,10 @@ def test_the_seeds_own_noise_as_latents_and_embeds_of_the_text_are_the_same_imag
     options = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
     got = sana_core.generate(None, checkpoint, seed=3, count=2, negative_prompt="dark", **options, **how)
     assert torch.equal(got, expected)
+    with pytest.raises(
+        InputError, match="^prompt_attention_mask: got a prompt without a token, expected at least one; "
+    ):
+        sana_core.generate(None, checkpoint, prompt_embeds=embeds, prompt_attention_mask=0 * mask, **how)
     dark = sana_core.encode_prompts(encoder, ["dark"], instruction=False)
     options |= {
         "negative_prompt_embeds": dark[0].expand(2, -1, -1),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import sana_core
-from sana_core.model.known_models import released_shift
+from sana_core.model.known_models import IMAGES, released_shift
 from sana_core.model.reference import DIFFUSERS, NVIDIA, reference_of
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.samplers import SAMPLERS
@@ -152,7 +152,7 @@ def test_guided_sampling_of_20_steps(sampler, reference, files):
     cond, uncond = (torch.randn(1, 20, CAPTION, generator=generator) for _ in range(2))
     mask, unmasked = torch.zeros(2, 1, 20, dtype=torch.long).unbind()
     mask[:, :9], unmasked[:, :1] = 1, 1
-    steps, shift, guidance = 20, released_shift("0.6B", 1024, reference), 4.5
+    steps, shift, guidance = 20, released_shift(IMAGES["0.6B"], 1024, reference), 4.5
     assert shift == {NVIDIA: 4.0, DIFFUSERS: 3.0}[reference]
 
     library = plain(diffusers.SanaTransformer2DModel, transformer)

@@ -271,7 +271,9 @@ def test_a_video_without_a_host_is_nvidias(folder, begins):
     vae = video_models.second_autoencoder()
     mean, std = (part.view(1, -1, 1, 1, 1) for part in (vae.latents_mean, vae.latents_std))
     noise = next(noise_stream(torch.empty(1, 128, 2, 2, 2), 3))
-    prompts = encode(sana_core.inspect_checkpoint(path), ["chaos", "A red circle."], "cpu", torch.float32, "auto")
+    prompts = encode(
+        sana_core.inspect_checkpoint(path), ["chaos", "A red circle. motion score: 20."], "cpu", torch.float32, "auto"
+    )
     if begins == "text":
         latents = nvidia_video2.text_to_video(tensors, noise, prompts, 6, 8.0, HEADS)
     else:

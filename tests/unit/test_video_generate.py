@@ -16,6 +16,7 @@ from sana_core.__main__ import main
 from sana_core.errors import InputError, ReadError
 from sana_core.model.known_models import VIDEOS
 from sana_core.training.images import decode_image, fit_image
+from sana_core.video import generate
 from sana_core.video.files import read_first, write_video
 from sana_core.video.generate import generate_video
 from sana_core.video.latents import video_shape
@@ -66,6 +67,36 @@ def test_guidance_of_1_and_below_is_the_pipelines(folder, guidance):
     (expected,) = video_models.by_pipeline(name, path, (PROMPT, NEGATIVE), size, guidance=guidance)
     got = generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), None, NEGATIVE, steps=4, guidance=guidance)
     torch.testing.assert_close(got.movedim(1, 0) / 2 + 0.5, expected, atol=1e-4, rtol=0)
+
+
+def test_negative_and_motion_score_are_nvidias_by_default(folder):
+    _, path = folder
+    how = {"seed": 3, "frames": FRAMES, "size": (SIDE, SIDE), "steps": 1}
+    negative = VIDEOS["video-2B-480p"].negative
+    got = generate_video("A red circle.", path, **how)
+    assert torch.equal(got, generate_video("A red circle. motion score: 10.", path, negative_prompt=negative, **how))
+    other = generate_video(" A red circle. ", path, negative_prompt="", motion_score=30, **how)
+    assert torch.equal(
+        other, generate_video("A red circle. Motion score: 30.".replace("M", "m"), path, negative_prompt="", **how)
+    )
+    none = generate_video("A red circle.", path, negative_prompt="", motion_score=0, **how)
+    assert not torch.equal(none, other) and not torch.equal(got, other)
+
+
+def test_float16_leaves_text_encoder_and_vae_in_bfloat16(folder, monkeypatch):
+    """As for images, because they overflow in float16."""
+    dtypes = {}
+    for name in ("load_text_encoder", "load_video_transformer", "load_video_autoencoder"):
+        original = getattr(generate, name)
+
+        def load(checkpoint, device, dtype, *more, name=name, original=original):
+            dtypes[name] = dtype
+            return original(checkpoint, device, dtype, *more)
+
+        monkeypatch.setattr(generate, name, load)
+    _, path = folder
+    assert generate_video(PROMPT, path, 3, FRAMES, (SIDE, SIDE), steps=1, dtype="float16").isfinite().all()
+    assert list(dtypes.values()) == [torch.bfloat16, torch.float16, torch.bfloat16]
 
 
 def test_the_command_writes_a_clip(folder, first, tmp_path):
@@ -168,11 +199,15 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
         (["--guidance-interval", "0.1", "0.9"], "^guidance_interval: it is for images, expected one video of one "),
         (["--devices", "cpu", "cpu"], "^devices: it is for images, expected one video of one prompt with --frames; "),
         (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
-        (["--frames", "0"], "^frames: got 0, expected a whole number from 1 to 1025$"),
+        (["--frames", "-1"], "^frames: got -1, expected a whole number from 1 to 1025$"),
+        (["--motion-score", "101"], "^motion_score: got 101, expected a whole number from 0 to 100$"),
         (["--width", "0"], "^width: got 0, expected a multiple of (16 from 32|32 from 64) to 16384; use (32|64)$"),
         (["--seed", "-1"], "^seed: got -1, expected a whole number from 0 to 18446744073709551615$"),
         (["--guidance", "nan"], "^guidance: got nan, expected a number from 0 to 100.0$"),
-        (["--sampler", "scm"], "^sampler: got scm for a model that is not SANA-Sprint, expected another; choose flow_"),
+        (
+            ["--sampler", "scm"],
+            "^sampler: got scm for SANA-Video 2B (480|720)p, expected another, .* SANA-Sprint 1.6B; choose flow_",
+        ),
         (["--sampler", "euler"], "^sampler: got 'euler', expected one of flow_dpmpp_2m, flow_euler, "),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.configs import VIDEO2, hidden_width
-from ....sana_core.checkpoints.generation import shift_of
+from ....sana_core.checkpoints.generation import record_of, shift_of
 from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
@@ -68,13 +68,13 @@ class SanaConfig(comfy.supported_models_base.BASE):
 def describe(part: Checkpoint, resolution: int | None, form: str) -> str:
     """Describe the transformer `part` in one line. `resolution`: the user's choice, or None. `form`: see SanaConfig.
 
-    The line omits the usual: that the size is from the configuration, and that the reference is the layout's.
+    The line omits the usual: a size from the configuration, a model from the tensors, and the reference of the layout.
     """
-    size = f"{part.parameters / 1e6:.1f}M" if part.variant.startswith("custom") else part.variant
+    title = record_of(part).title + f" {part.parameters / 1e6:.1f}M" * part.variant.startswith("custom")
     pixels, source = (resolution, "chosen") if resolution else (part.resolution, part.resolution_from)
-    parts = [f"SANA {size}", f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
+    parts = [title, f"{pixels} px" if source == "config" else f"{pixels} px ({source})"]
     if part.is_video:
-        parts = [f"SANA-Video {part.variant.removeprefix('video-')}"]
+        parts = [f"{title} (assumed from the file's name)" if part.is_assumed else title]
     parts += ["diffusers layout" if part.layout == DIFFUSERS else "NVIDIA's layout"]
     if (part.reference == DIFFUSERS) != (part.layout == DIFFUSERS):
         parts.append("computed as by diffusers" if part.reference == DIFFUSERS else "computed as by NVIDIA's code")

@@ -1,4 +1,4 @@
-"""Guidance as patches of a MODEL, for every sampler and guider, and checks for SANA-Sprint, which has no such guidance.
+"""Guidance as patches of a MODEL, for every sampler and guider, and checks for distilled models, which have none.
 
 Perturbed attention, the guidance interval and the shared mask wrap ComfyUI's calc_cond_batch, the call that computes
 the passes of a step. So all passes stay in one batch, and other patches of guidance (APG, CFG-Zero) receive their
@@ -16,7 +16,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import SPRINT, is_video
+from ....sana_core.model.known_models import SPRINT, is_video, model_of
 from ....sana_core.model.reference import reference_of
 from ....sana_core.sampling.guidance import PerturbedAttention, perturbed_attention
 from ..compat.patches import INTERVAL, PERTURBED, SHARED_MASK
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SIGMA = "sana_sigma"
 # ComfyUI's name for multistep consistency sampling. For a flow model, its step equals a step of SCM.
 LCM = "sample_lcm"
-REMEDY = "use SANA Sprint, or lcm with cfg 1"
+REMEDY = "use SANA Sampler with model_defaults, or lcm with cfg 1"
 
 
 def require_sana(model: torch.nn.Module) -> SanaModel:
@@ -150,20 +150,21 @@ def with_mask(cond: dict, positive: Prompt) -> dict:
 
 
 def refuse_unfit_samplers(patcher: ModelPatcher) -> None:
-    """Let a SANA-Sprint model refuse samplers that it was not distilled for, in any node."""
-    if patcher.model.diffusion_model.config.guidance_embeds:
+    """Let a distilled model refuse samplers that it was not distilled for, in any node."""
+    if model_of(patcher.model.diffusion_model.config).fixed:
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, SPRINT, refuse_other_samplers)
 
 
 def refuse_other_samplers(executor, guider, *args, **kwargs):
     """Sample. Raises InputError for samplers of ComfyUI except lcm, and for a cfg other than 1."""
-    sampler = executor.class_obj
+    sampler, model = executor.class_obj, model_of(guider.model_patcher.model.diffusion_model.config)
     # The samplers of this pack check the model themselves.
     if type(sampler) is comfy.samplers.KSAMPLER and sampler.sampler_function.__name__ != LCM:
         name = sampler.sampler_function.__name__.removeprefix("sample_")
-        raise InputError(f"sampler_name: got {name} for a SANA-Sprint model, expected scm; {REMEDY}")
-    if getattr(guider, "cfg", 1.0) != 1:
         raise InputError(
-            f"cfg: got {guider.cfg} for a SANA-Sprint model, whose guidance is built in, expected 1; {REMEDY}"
+            f"sampler_name: got {name} for {model.title}, expected {model.defaults.sampler}, for which it was "
+            f"distilled; {REMEDY}"
         )
+    if getattr(guider, "cfg", 1.0) != 1:
+        raise InputError(f"cfg: got {guider.cfg} for {model.title}, whose guidance is built in, expected 1; {REMEDY}")
     return executor(guider, *args, **kwargs)

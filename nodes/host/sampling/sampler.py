@@ -21,8 +21,8 @@ from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.known_models import SPRINT, Defaults, model_defaults
 from ....sana_core.model.latents import noise_stream
 from ....sana_core.model.reference import reference_of
-from ....sana_core.sampling.samplers import Sampler, check_sampler, find_sampler
-from ....sana_core.sampling.schedules import trim_schedule
+from ....sana_core.sampling.samplers import Sampler, check_distilled, find_sampler
+from ....sana_core.sampling.schedules import check_steps, trim_schedule
 from .guidance import SIGMA, require_sana
 from .model import WHOLE_TIMESTEPS, check_flow
 
@@ -47,7 +47,7 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *args):
         # A guider can call this method with any MODEL.
-        check_sampler(require_sana(model_wrap.inner_model).diffusion_model.config, self.name)
+        check_distilled(require_sana(model_wrap.inner_model).diffusion_model.config, sampler=self.name)
         self.extra_options = {}
         # The mask keeps the given frames of a video. Latents behind the mask are empty.
         free = latent_image if denoise_mask is None or latent_image is None else latent_image * denoise_mask
@@ -90,10 +90,13 @@ def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
     return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
 
 
-def sampler_for(model: ModelPatcher, name: str) -> Sampler:
-    """Return the sampler `name`. Raises InputError if it is unknown or does not fit, or if the MODEL is not SANA's."""
+def sampler_for(model: ModelPatcher, name: str, **settings: float) -> Sampler:
+    """Return the sampler `name`.
+
+    Raises InputError if it is unknown, if it or one of `settings` does not fit the MODEL, or if that is not SANA's.
+    """
     sampler = find_sampler(name)
-    check_sampler(require_sana(model.model).diffusion_model.config, name)
+    check_distilled(require_sana(model.model).diffusion_model.config, sampler=name, **settings)
     return sampler
 
 
@@ -103,7 +106,8 @@ def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -
     Raises InputError for numbers out of range, as `sampler_for` does, and for a MODEL that has a ModelSampling of
     another kind than flow matching.
     """
-    sampler, reference = sampler_for(model, name), reference_of(model.model.diffusion_model)
+    check_steps(steps)
+    sampler, reference = sampler_for(model, name, steps=steps), reference_of(model.model.diffusion_model)
     shift = model_shift(model.get_model_object("model_sampling"))
     return trim_schedule(lambda count: sampler.sigmas(count, shift, reference), steps, denoise)
 
@@ -142,6 +146,7 @@ def sample(
     """
     sampler = FlowSampler(sampling.sampler)
     guidance = sampler.sampler.effective_guidance(reference_of(model.model.diffusion_model), sampling.guidance)
+    sampler_for(model, sampling.sampler, guidance=guidance)
     if sampling.sampler == SPRINT:
         # A SANA-Sprint model receives the guidance as an embedding.
         positive = negative = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
