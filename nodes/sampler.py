@@ -5,7 +5,7 @@ from inspect import cleandoc
 from comfy_api.latest import io
 
 from ..sana_core.batch.plan import LARGEST_SEED
-from ..sana_core.model.known_models import DEFAULTS, GUIDANCE, INTERMEDIATE_TIMESTEP, MAX_TIMESTEP, SPRINT
+from ..sana_core.model.known_models import GUIDANCE, INTERMEDIATE_TIMESTEP, MAX_TIMESTEP, SPRINT
 from ..sana_core.runtime.checks import check_number, check_whole
 from ..sana_core.sampling.guidance import LARGEST_GUIDANCE
 from ..sana_core.sampling.samplers import SAMPLERS
@@ -58,10 +58,10 @@ class SanaNodesSampler(io.ComfyNode):
                 seed_input(),
                 io.Int.Input(
                     "steps",
-                    default=DEFAULTS.steps,
+                    default=0,
                     min=0,
                     max=LARGEST_STEPS,
-                    tooltip="20 for flow_dpmpp_2m, 28 for flow_euler; below 15 quality falls. 0: the model's number.",
+                    tooltip="0: the model's number, such as 20. 28 for flow_euler; below 15 quality falls.",
                 ),
                 guidance_input(
                     "How closely to follow the prompt; 2 to 7 is usual. At 1 it is twice as fast, without negative."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workflow import Graph, Node, Subgraph
+from workflow import VIDEO_NEGATIVE, Graph, Node, Subgraph
 
 Link = tuple[str, int]
 
@@ -23,12 +23,7 @@ PROMPTS = "\n".join(
         "a line drawing of a green tree among green hills at noon",
     )
 )
-# The negative prompt of diffusers' SanaVideoPipeline, and the end of its prompts. A score of 30 is much motion.
-NEGATIVE_VIDEO = (
-    "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky "
-    "movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter, and "
-    "ghosting effects, creating a disorienting visual experience."
-)
+# The end is that of the prompts of diffusers' SanaVideoPipeline. A score of 30 is much motion.
 VIDEO_PROMPT = (
     "Evening light, soft colours, wide shot. A red lighthouse stands on a rock in the sea, waves roll against it and "
     "break into foam, gulls circle above, clouds drift slowly across the sky. motion score: 30."
@@ -36,8 +31,8 @@ VIDEO_PROMPT = (
 # MODEL, CLIP and VAE of the node "model" of the same graph, and of the sockets of a subgraph.
 INSIDE: tuple[Link, Link, Link] = ("model", 0), ("model", 1), ("model", 2)
 OUTSIDE: tuple[Link, Link, Link] = ("model", 0), ("clip", 0), ("vae", 0)
-# As width and height: the size that the model was trained for.
-MODEL_SIZE = 0
+# As width and height: the size that the model was trained for. As frames: its length.
+MODEL_SIZE = MODEL_LENGTH = 0
 # Widgets of subgraphs.
 TEXTS = {"prompt": "prompt.text", "negative prompt": "negative.text"}
 SIZE = {"width": "empty.width", "height": "empty.height"}
@@ -211,11 +206,9 @@ def best_of_many() -> Subgraph:
     return Subgraph("SANA best of many", Graph(nodes, columns), widgets, outputs, about)
 
 
-def video_nodes(
-    first_image: Link, model: str = VIDEO_480, frames: int = 81, fps: float = 16.0, guidance: float = 6.0
-) -> dict[str, Node]:
+def video_nodes(first_image: Link, model: str = VIDEO_480, guidance: float = 6.0) -> dict[str, Node]:
     """The nodes from a prompt, and from an image if there is one, to a video."""
-    size = {"width": MODEL_SIZE, "height": MODEL_SIZE, "frames": frames, "batch_size": 1}
+    size = {"width": MODEL_SIZE, "height": MODEL_SIZE, "frames": MODEL_LENGTH, "batch_size": 1}
     nodes = {
         "model": Node("SanaNodesLoader", {"model": model}),
         **texts(VIDEO_PROMPT),
@@ -225,15 +218,15 @@ def video_nodes(
         # The model's defaults sample by Euler if the video begins with an image.
         "sampler": sampler(("empty", 0), steps=50, guidance=guidance, model_defaults=True),
         "decode": Node("VAEDecode", {"samples": ("sampler", 0), "vae": INSIDE[2]}),
-        "video": Node("CreateVideo", {"images": ("decode", 0), "fps": fps}),
+        "video": Node("CreateVideo", {"images": ("decode", 0), "fps": ("empty", 1)}),
     }
-    nodes["negative"].inputs["text"] = NEGATIVE_VIDEO
+    nodes["negative"].inputs["text"] = VIDEO_NEGATIVE
     return nodes
 
 
 def video() -> Subgraph:
     columns = "Model: model | Prompt: prompt negative empty | Sampling: sampler | Result: decode video"
-    widgets = {**TEXTS, **SIZE, "frames": "empty.frames", "fps": "video.fps", **SETTINGS, "model": "model.model"}
+    widgets = {**TEXTS, **SIZE, "frames": "empty.frames", **SETTINGS, "model": "model.model"}
     about = "Generates a video of 5 seconds from a prompt, and from an image if one is connected, with SANA-Video."
     outputs: dict[str, Link] = {"VIDEO": ("video", 0), "IMAGE": ("decode", 0)}
     return Subgraph("SANA video", Graph(video_nodes(("first image", 0)), columns), widgets, outputs, about)
@@ -241,11 +234,11 @@ def video() -> Subgraph:
 
 def video_2() -> Subgraph:
     """SANA-Video 2.0 with its settings. The video template has it as a muted node."""
-    nodes = video_nodes(("first image", 0), VIDEO_2, 193, 24.0, 8.0)
+    nodes = video_nodes(("first image", 0), VIDEO_2, 8.0)
     # The prompt fits into the node. NVIDIA's example of 2.0 has this score.
     nodes["prompt"].inputs["text"] = "Waves roll against a red lighthouse. motion score: 20."
     columns = "Model: model | Prompt: prompt negative empty | Sampling: sampler | Result: decode video"
-    widgets = {"prompt": "prompt.text", "frames": "empty.frames", "fps": "video.fps", "seed": "sampler.seed"}
+    widgets = {"prompt": "prompt.text", "frames": "empty.frames", "seed": "sampler.seed"}
     widgets["model"] = "model.model"
     about = "Generates a video of 8 seconds from a prompt, and from an image if one is connected, with SANA-Video 2.0."
     outputs: dict[str, Link] = {"VIDEO": ("video", 0)}
