@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace images that are in the folder")
     parser.add_argument("--split", action="store_true", help="all devices of this machine share each image")
     parser.add_argument(
-        "--frames", type=int, help="frames of the video; 0, the default: the model's; --out is its file, as clip.mp4"
+        "--frames", type=int, help="frames of the video; default: the model's; --out is its file, as clip.mp4"
     )
     parser.add_argument("--first", type=path_of, help="the image that the video begins with")
     parser.add_argument("--motion-score", type=int, help="of the video; default: 10, or 20 for 2.0; 0: none")
@@ -122,7 +122,7 @@ def run_video(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
         width if arguments.width is None else arguments.width,
         height if arguments.height is None else arguments.height,
     )
-    frames = arguments.frames or model.frames
+    frames = model.frames if arguments.frames is None else arguments.frames
     video_shape(*size, frames, model)
     first = None if arguments.first is None else read_first(arguments.first, size)
     settings = {

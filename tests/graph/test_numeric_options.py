@@ -14,8 +14,8 @@ from in_process import NodeError
 from sana_core.__main__ import COMMANDS, main
 
 NAN, INF = math.nan, math.inf
-SEEDS, STEPS, GUIDANCE = [-1, 2**64], [-1, 0, 1001], [NAN, INF, -INF, -1.0, 100.5, 1e30]
-SIDES, VIDEO_SIDES, FRAMES, COUNTS = [-32, 33, 16416], [-32, 40, 16416], [-7, 0, 8, 1026], [-1, 0, 4097]
+SEEDS, STEPS, GUIDANCE = [-1, 2**64], [-1, 1001], [NAN, INF, -INF, -1.0, 100.5, 1e30]
+SIDES, VIDEO_SIDES, FRAMES, COUNTS = [-32, 33, 16416], [-32, 40, 16416], [-7, 8, 1026], [-1, 0, 4097]
 # The option: values that all its forms refuse, and the forms. A form is a command, or a node and its input.
 OPTIONS = {
     "seed": (SEEDS, ["generate", "video", "batch", "Sampler.seed", "Sprint.seed", "BatchSampler.seed"]),
@@ -23,6 +23,10 @@ OPTIONS = {
         STEPS,
         ["generate", "video", "batch", "Sampler.steps", "Sprint.steps", "BatchSampler.steps", "Scheduler.steps"],
     ),
+    # SANA Sampler uses the model's steps at 0, and SANA Video Latent its frames.
+    "steps 0": ([0], ["generate", "video", "batch", "Sprint.steps", "BatchSampler.steps", "Scheduler.steps"]),
+    "frames 0": ([0], ["video", "plan video"]),
+    "motion_score": ([-1, 101], ["video", "TextEncode.motion_score"]),
     "guidance": (
         GUIDANCE,
         ["generate", "video", "batch", "Sampler.guidance", "Sprint.guidance", "BatchSampler.guidance"],
@@ -146,6 +150,7 @@ def by_node(host, base_graph, install, video):
             **{"model": ["load", 0], "clip": ["load", 1], "lora_name": "numbers.safetensors"},
             **{"strength_model": 1.0, "strength_clip": 1.0},
         },
+        "TextEncode": {"clip": ["load", 1], "text": "a red circle", "instruction": True},
         "Decode": {"samples": ["empty", 0], "vae": ["load", 2]},
     }
 

@@ -199,7 +199,7 @@ def test_transparent_pixels_are_on_white_as_in_training(tmp_path):
         (["--guidance-interval", "0.1", "0.9"], "^guidance_interval: it is for images, expected one video of one "),
         (["--devices", "cpu", "cpu"], "^devices: it is for images, expected one video of one prompt with --frames; "),
         (["--frames", "8"], "^frames: got 8, expected a multiple of [48] and one more; use 9$"),
-        (["--frames", "-1"], "^frames: got -1, expected a whole number from 1 to 1025$"),
+        (["--frames", "0"], "^frames: got 0, expected a whole number from 1 to 1025$"),
         (["--motion-score", "101"], "^motion_score: got 101, expected a whole number from 0 to 100$"),
         (["--width", "0"], "^width: got 0, expected a multiple of (16 from 32|32 from 64) to 16384; use (32|64)$"),
         (["--seed", "-1"], "^seed: got -1, expected a whole number from 0 to 18446744073709551615$"),
