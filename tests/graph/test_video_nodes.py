@@ -373,7 +373,7 @@ def test_a_video_latent_has_the_size_of_its_widgets_or_of_its_model(host, build,
 AREA = {"width": 64, "height": 64, "x": 0, "y": 0, "strength": 1.0}
 
 
-@pytest.mark.parametrize("field, value", [("width", 72), ("height", 40), ("frames", 8), ("frames", 0)])
+@pytest.mark.parametrize("field, value", [("width", 72), ("height", 40), ("frames", 8), ("frames", -7)])
 def test_a_size_that_no_video_has_is_refused(host, build, field, value):
     graph = build(**OURS)
     graph["value"] = ("AnyValue", {"value": value})
