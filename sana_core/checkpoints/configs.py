@@ -188,7 +188,9 @@ def named(anywhere: re.Pattern[str], in_file: re.Pattern[str], file: Path) -> bo
 
     NVIDIA's folders and the caches of the hub have the model's name up to four folders above the file.
     """
-    return bool(in_file.search(file.stem)) or any(anywhere.search(part) for part in file.parts[-NAMING_PARTS:])
+    return bool(in_file.search(file.stem)) or any(
+        anywhere.search(part) for part in file.absolute().parts[-NAMING_PARTS:]
+    )
 
 
 def video_config(name: str, headers: Headers) -> Json:

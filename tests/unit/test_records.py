@@ -315,6 +315,13 @@ def test_a_name_of_a_2_0_file_is_followed_and_called_a_guess(tmp_path_factory):
             assert f"{variant}, assumed from the file's name)" in info.description
 
 
+def test_a_relative_path_has_the_names_of_its_folders(tmp_path, monkeypatch):
+    (tmp_path / "video_4step").mkdir()
+    torch.save({"state_dict": nvidia_video2.random_video2_file(48, 8, 4)}, tmp_path / "video_4step" / "model.pth")
+    monkeypatch.chdir(tmp_path / "video_4step")
+    assert sana_core.inspect_checkpoint("model.pth").variant == "video-2.0-5B-4step"
+
+
 def test_a_saved_preview_is_certain(tmp_path):
     torch.save({"state_dict": nvidia_video2.random_video2_file(48, 8, 4)}, tmp_path / "four_steps.pth")
     convert_checkpoint(tmp_path / "four_steps.pth", tmp_path / "video.safetensors")
