@@ -68,7 +68,7 @@ def test_the_defaults_are_the_authors():
     assert VIDEOS["video-2B-480p"].negative in source
 
 
-# Field by field, values that differ from those of the released folders.
+# Field by field, values that differ from the released folders.
 SETTINGS = {
     DPM: {
         "beta_start": [0.001],
@@ -331,7 +331,7 @@ def test_a_saved_preview_is_certain(tmp_path):
 
 
 def test_names_of_2b_files_tell_longsana(tmp_path_factory):
-    """LongSANA has the tensors of 480p, but no other model has those of 720p."""
+    """LongSANA has the tensors of 480p. No other model has the tensors of 720p."""
     root = tmp_path_factory.mktemp("v")
     long = ("LongLive/model", "SANA-Video_2B_480p_LongLive/checkpoints/model", "x_longsana_y", "LongSANA_2B_480p_ode")
     long += ("long_live", "long-sana", "models--nv--SANA-Video_2B_480p_LongLive/snapshots/abc/checkpoints/model")
@@ -398,14 +398,14 @@ def test_a_distilled_model_has_its_own_settings(tmp_path, folders):
     preview = preview_config(tmp_path)
     assert choose_sampling(preview, None, None, None) == Defaults("flow_dmd", 4, 1.0)
     title = "4-step preview of SANA-Video 2.0"
-    for given, message in (
+    for chosen, message in (
         (("flow_dpmpp_2m", None, None), f"sampler: got flow_dpmpp_2m for {title}, expected flow_dmd, for which it was"),
         ((None, 20, None), f"steps: got 20 for {title}, expected 4, for which it was distilled; choose that"),
         ((None, None, 4.5), f"guidance: got 4.5 for {title}, expected 1.0, for which it was distilled; choose that"),
         (("scm", None, None), f"sampler: got scm for {title}, expected flow_dmd"),
     ):
         with pytest.raises(InputError, match=f"^{message}"):
-            choose_sampling(preview, *given)
+            choose_sampling(preview, *chosen)
     sprint = config_of(sana_core.inspect_checkpoint(folders["sprint"]).transformer)
     assert choose_sampling(sprint, None, 4, 3.0) == Defaults("scm", 4, 3.0)
     with pytest.raises(InputError, match="^sampler: got flow_euler for SANA-Sprint, expected scm, for which it was"):
