@@ -23,7 +23,7 @@ PROMPTS = "\n".join(
         "a line drawing of a green tree among green hills at noon",
     )
 )
-# The end is that of the prompts of diffusers' SanaVideoPipeline. A score of 30 is much motion.
+# The prompts of diffusers' SanaVideoPipeline end with this score. 30 is much motion.
 VIDEO_PROMPT = (
     "Evening light, soft colours, wide shot. A red lighthouse stands on a rock in the sea, waves roll against it and "
     "break into foam, gulls circle above, clouds drift slowly across the sky. motion score: 30."
