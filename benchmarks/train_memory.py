@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -149,15 +148,6 @@ def fake_batch(count: int, side: int, dtype: torch.dtype, control: bool = False)
     return Batch(latents, embeds, mask, None, ["image"] * count, latents.clone() if control else None)
 
 
-class SameThread(Executor):
-    """Reads batches in the thread whose memory is counted."""
-
-    def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(work(*arguments, **options))
-        return future
-
-
 def count_step(
     model: Architecture,
     settings: TrainingSettings,
@@ -183,7 +173,6 @@ def count_step(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         weights = getattr(torch, settings.method.weights if settings.method.kind == "full" else settings.dtype)
         learner = make_trainer(transformer(model, weights, phase.resolution), 3.0, settings, ranks=ranks)
-        learner.read_thread = SameThread()
         data: Any = SimpleNamespace(cache=SimpleNamespace(load=load, empty=empty_prompt(dtype)), samples=SAMPLES)
         group = [list(range(phase.batch)) for _ in range(phase.accumulate)]
         for step in range(steps):

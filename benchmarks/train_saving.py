@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,15 +29,15 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
     settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
     phase = replace(settings.phase[0], steps=STEPS)
     settings = replace(settings, phase=(phase,), method=method, validation=Validation(), save_every=EVERY, keep=1)
-    write_state = states.write_state
+    begin = states.Saver.begin
 
-    def at_once(*values: Any) -> Callable[[], None]:
-        write_state(*values)()
-        return lambda: None
+    def at_once(saver: states.Saver, *values: Any) -> None:
+        begin(saver, *values)
+        saver.wait()
 
     figures: dict[str, Any] = {}
-    for way, function in (("behind", write_state), ("at_once", at_once)):
-        states.write_state = function
+    for way, function in (("behind", begin), ("at_once", at_once)):
+        states.Saver.begin = function  # type: ignore[method-assign]
         times: list[float] = []
         steps: list[float] = []
 
@@ -51,7 +50,7 @@ def figures_of(method: Method, cache: str) -> dict[str, Any]:
                 train(replace(settings, out=folder, cache=cache), report)
                 size = sum(file.stat().st_size for file in Path(folder, "steps").rglob("*") if file.is_file())
         finally:
-            states.write_state = write_state
+            states.Saver.begin = begin  # type: ignore[method-assign]
         # Seconds between two steps. The minimum with and without a state, because other programs use the machine too.
         between = [after - before - step for (before, after), step in zip(pairwise(times), steps[1:], strict=True)]
         saving = min(between[number - 1] for number in range(EVERY, STEPS, EVERY)) - min(between)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 
+from sana_core.model.reference import reference_of
+from sana_core.training.loader import Loader
 from sana_core.training.ranks import ALONE, Ranks
 from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import TrainingSettings
@@ -31,7 +34,10 @@ def take_step(
 ) -> tuple[float, float]:
     """Learn the batches `group` of `data` in one step. Returns the mean loss and the norm of the gradients."""
     trainer.data, trainer.progress = [data], progress
-    mean, norm = trainer.compute_gradients(*trainer.load_step(group))
+    loader = Loader(trainer.settings, trainer.ranks, [data], reference_of(trainer.transformer).shared_mask)
+    with closing(loader):
+        step = loader.finish(progress, loader.read(progress, list(map(list, group))))
+    mean, norm = trainer.compute_gradients(*step)
     trainer.apply_gradients(rate)
     return mean, norm
 

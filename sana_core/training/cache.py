@@ -67,6 +67,8 @@ IMAGE_DIGESTS = ("autoencoder_weights", "autoencoder_config")
 BrokenImages = dict[tuple[FileRange, FileRange | None], SanaError]
 # The faults of samples by (number of the phase, index in the phase), both from 0. The same on all machines.
 BrokenPositions = dict[tuple[int, int], SanaError]
+# An image, and its control image if there is one: pixels [3, H, W], and with a mask the weight of the loss.
+Pixels = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Encoders(NamedTuple):
@@ -345,42 +347,31 @@ class Stream(NamedTuple):
 
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices, on a CPU with the bits of `Cache.load`. All need the same bucket."""
-        broken: dict[int, SanaError] = {}
-        _, batch = self.load_readable(indices, broken)
-        Faults(broken.values()).check()
-        return batch
+        images = list(map(self.read, indices))
+        Faults(image for image in images if isinstance(image, SanaError)).check()
+        return self.encode_batch(indices, [image for image in images if not isinstance(image, SanaError)])
+
+    def read(self, index: int) -> Pixels | SanaError:
+        """Return the decoded image of a sample, and its control image if it has one, or the fault of their files."""
+        try:
+            return list(map(read_image, with_control(self.samples[index])))
+        except IMAGE_FAULTS as fault:
+            return without_traceback(fault)
 
     @torch.no_grad()
-    def load_readable(
-        self, indices: Sequence[int], broken: dict[int, SanaError], skip: bool = False
-    ) -> tuple[list[int], Batch]:
-        """Return the indices whose images can be read, and a batch of them. All must have the same bucket.
-
-        The faults of the others are added to `broken`. Without `skip`, the images after the first fault are only read,
-        to find more faults, and not encoded. A batch without an image is `blank`.
-        """
-        readable, images, controls = list[int](), list[Tensors](), list[Tensors]()
-        for index in indices:
-            samples = with_control(self.samples[index])
-            try:
-                pixels = list(map(read_image, samples))
-            except IMAGE_FAULTS as fault:
-                broken[index] = without_traceback(fault)
-                continue
-            if broken and not skip:
-                continue
-            encoded = [
-                encode_image(self.encode.pixels, sample, *pixels_and_weight)
-                for sample, pixels_and_weight in zip(samples, pixels, strict=True)
+    def encode_batch(self, indices: Sequence[int], images: Sequence[Pixels]) -> Batch:
+        """Return a batch of the samples with these indices. `images` are the results of `read`."""
+        samples = [self.samples[index] for index in indices]
+        encoded = [
+            [
+                encode_image(self.encode.pixels, one, *pixels_and_weight)
+                for one, pixels_and_weight in zip(with_control(sample), image, strict=True)
             ]
-            readable.append(index)
-            images.append(encoded[0])
-            controls += encoded[1:]
-        if not readable:
-            return [], self.blank(indices[0])
-        texts = [encode_unpadded(self.encode.caption, self.samples[index].caption) for index in readable]
-        names = [self.samples[index].name for index in readable]
-        return readable, join_batch(names, images, texts, controls)
+            for sample, image in zip(samples, images, strict=True)
+        ]
+        texts = [encode_unpadded(self.encode.caption, sample.caption) for sample in samples]
+        controls = [control for _, *controls in encoded for control in controls]
+        return join_batch([sample.name for sample in samples], [image for image, *_ in encoded], texts, controls)
 
     def check(self, indices: Sequence[int], broken: BrokenImages, poll: Poll) -> None:
         """Add the images with these indices that cannot be read to `broken`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -255,27 +256,30 @@ def same_epochs(first: str, second: str) -> bool:
 
 
 def advance(
-    progress: TrainProgress, data: Sequence[PhaseData], settings: TrainingSettings
-) -> tuple[TrainProgress, list[StepBatches]]:
-    """Return the progress at the next step, and the batches of each step of its epoch.
+    progress: TrainProgress, steps_per_epoch: Sequence[int], settings: TrainingSettings
+) -> tuple[TrainProgress, bool]:
+    """Return the progress at the next step, and whether there is none because the last phase has ended.
 
-    No batches: the last phase has ended.
+    `steps_per_epoch` has a number for each phase.
     """
     while True:
         phase = settings.phase[progress.phase]
-        steps = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
-        if progress.position >= len(steps):
+        if progress.position >= steps_per_epoch[progress.phase]:
             progress = progress._replace(epoch=progress.epoch + 1, position=0)
-            steps = epoch_steps(phase, data[progress.phase], settings.seed + progress.phase, progress.epoch)
         if phase.steps is not None:
             is_unfinished = progress.phase_step < phase.steps
         else:
             is_unfinished = progress.epoch < (phase.epochs or 0)
-        if is_unfinished:
-            return progress, steps
-        if progress.phase + 1 == len(settings.phase):
-            return progress, []
+        if is_unfinished or progress.phase + 1 == len(settings.phase):
+            return progress, not is_unfinished
         progress = TrainProgress(progress.step, progress.phase + 1)
+
+
+def count_epoch_steps(phase: Phase, data: PhaseData) -> int:
+    """Return the number of steps of an epoch. Every epoch has the same images, and so the same number."""
+    images = Counter(data.samples[index].bucket for index in data.learned)
+    batches = sum(math.ceil(count / phase.batch) for count in images.values())
+    return math.ceil(batches / phase.accumulate)
 
 
 def epoch_steps(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[StepBatches]:
@@ -288,14 +292,12 @@ def epoch_steps(phase: Phase, data: PhaseData, seed: int, epoch: int) -> list[St
     return [batches[start : start + phase.accumulate] for start in range(0, len(batches), phase.accumulate)]
 
 
-def all_steps_left(settings: TrainingSettings, data: Sequence[PhaseData], progress: TrainProgress) -> int:
+def all_steps_left(settings: TrainingSettings, steps_per_epoch: Sequence[int], progress: TrainProgress) -> int:
     """Return the number of steps from `progress` to the end of the run."""
     remaining = 0
-    for number in range(progress.phase, len(data)):
-        phase = settings.phase[number]
-        # Every epoch has the same images, and so the same number of steps.
-        steps_per_epoch = len(epoch_steps(phase, data[number], settings.seed, 0))
-        remaining += steps_left(phase, progress if number == progress.phase else TrainProgress(), steps_per_epoch)
+    for number in range(progress.phase, len(settings.phase)):
+        phase_progress = progress if number == progress.phase else TrainProgress()
+        remaining += steps_left(settings.phase[number], phase_progress, steps_per_epoch[number])
     return remaining
 
 

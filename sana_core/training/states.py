@@ -17,6 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ from ..runtime.folder_lock import OWN, STATE, kept_states, remove_run
 from ..runtime.text import Json, brief, get_logger
 from .dataset import PICTURES, RUN, STEPS
 from .optimizers import OptimizerValues, fill, optimizer_state, restore_optimizer
+from .ranks import Ranks
 from .schedule import Best, TrainProgress
 from .sharding import SHARDS, TENSORS, Layout, read_tensors, save_tensors
 
@@ -526,60 +528,106 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
             )
 
 
-def write_state(
-    out: Path,
-    parts: Path,
-    state: SavedState,
-    tensors: Mapping[str, torch.Tensor],
-    export: Callable[[Path], None],
-    layout: Layout | None = None,
-) -> Callable[[], None]:
-    """Write the `tensors` of `state` and the files of `export` into a folder in `parts`.
+class NewState:
+    """A state that is being written into a folder in `parts`, and is then moved to steps/step-N."""
 
-    The returned function computes digests, calls fsync and renames the folder to steps/step-N. That is slow and needs
-    no weights, so a thread calls it while training continues. Only the first rank calls it, once. All ranks of `layout`
-    call `write_state`, which calls `export` on all of them.
-    """
-    layout = layout or Layout()
-    ranks, step = layout.ranks, state.progress.step
-    folder, part = step_folder(out, step), parts / f".state-{step}.part"
-    digests: dict[str, str] = {}
+    def __init__(self, out: Path, parts: Path, state: SavedState, layout: Layout | None = None) -> None:
+        self.state, self.layout, self.parts = state, layout or Layout(), parts
+        self.folder = step_folder(out, state.progress.step)
+        self.part = parts / f".state-{state.progress.step}.part"
+        # The digests of the tensors' files, by their names.
+        self.digests: dict[str, str] = {}
+
+    def write(self, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None]) -> None:
+        """Write `tensors` and the files of `export`. All ranks call this, and it calls `export` on all of them."""
+        ranks = self.layout.ranks
+        with self.removing_on_error():
+            ranks.run_on_rank0(lambda: remove(self.part))
+            ranks.run_on_rank0(self.part.mkdir)
+            export(self.part)
+            for rank_digests in ranks.all_gather(save_tensors(self.layout, tensors, self.part)):
+                self.digests |= rank_digests
+
+    def complete(self) -> None:
+        """Compute the digests, call fsync and rename the folder to steps/step-N. Only the first rank calls this, once.
+
+        This is slow and needs no weights, so a thread calls it while training continues.
+        """
+        with self.removing_on_error():
+            for file in self.part.rglob("*"):
+                name = file.relative_to(self.part).as_posix()
+                if file.is_file() and name not in self.digests:
+                    self.digests[name] = digest_file(file)
+            # Written last and whole. A folder with this file is a complete state, which adopt_states can move later.
+            state = self.state._replace(shards=self.layout.shard_count, files=self.digests)
+            write_document(self.part, self.parts, state)
+            sync(self.part)
+            self.folder.parent.mkdir(exist_ok=True)
+            if self.folder.exists():
+                raise foreign_file_error(self.folder)
+            # A virus scanner reads the new files, which takes long if the model is large.
+            move_state(self.part, self.folder, SCAN_PATIENCE)
 
     @contextmanager
-    def removing_on_error() -> Iterator[None]:
+    def removing_on_error(self) -> Iterator[None]:
         try:
-            with writing(folder):
+            with writing(self.folder):
                 yield
         except BaseException:
-            if ranks.first and not (part / STATE).is_file():
-                shutil.rmtree(part, ignore_errors=True)
+            if self.layout.ranks.first and not (self.part / STATE).is_file():
+                shutil.rmtree(self.part, ignore_errors=True)
             raise
 
-    def begin() -> None:
-        remove(part)
-        part.mkdir()
 
-    def complete() -> None:
-        with removing_on_error():
-            for file in part.rglob("*"):
-                name = file.relative_to(part).as_posix()
-                if file.is_file() and name not in digests:
-                    digests[name] = digest_file(file)
-            # Written last and whole. A folder with this file is a complete state, which adopt_states can move later.
-            write_document(part, parts, state._replace(shards=layout.shard_count, files=digests))
-            sync(part)
-            folder.parent.mkdir(exist_ok=True)
-            if folder.exists():
-                raise foreign_file_error(folder)
-            # A virus scanner reads the new files, which takes long if the model is large.
-            move_state(part, folder, SCAN_PATIENCE)
+class Saver:
+    """Completes the states of a run in a thread of the first rank while the next steps run, and removes old ones."""
 
-    with removing_on_error():
-        ranks.run_on_rank0(begin)
-        export(part)
-        for rank_digests in ranks.all_gather(save_tensors(layout, tensors, part)):
-            digests |= rank_digests
-    return complete
+    def __init__(self, out: Path, parts: Path, keep: int, ranks: Ranks) -> None:
+        self.out, self.parts, self.keep, self.ranks = out, parts, keep, ranks
+        self.thread = ThreadPoolExecutor(1, "sana training state")
+        # The job of the thread for the last state.
+        self.job: Future[None] | None = None
+        # The step of the last state. 0: there is no state yet. None: it could not be written.
+        self.saved_step: int | None = 0
+
+    def begin(self, new: NewState | None, step: int, best: Best | None, validated: int | None) -> None:
+        """Let the thread complete the `new` state of `step`. None: it exists, and only its validation may be missing.
+
+        `best` is the best validation, and `validated` the step of the last one.
+        """
+        if new is not None:
+            self.saved_step = step
+        if self.ranks.first:
+            self.job = self.thread.submit(self.finish, new, step, best, validated)
+
+    def finish(self, new: NewState | None, step: int, best: Best | None, validated: int | None) -> None:
+        with self.ranks.completing:
+            if new is not None:
+                new.complete()
+            elif step and validated == step:
+                try:
+                    note_validation(step_folder(self.out, step), self.parts, best, validated)
+                except SanaError as error:
+                    # The state itself is in its place, and the next one has the validation.
+                    logger.warning("the validation of step %d is not saved now (%s)", step, error)
+        try:
+            # Even without a new state, because a run that was killed after its last state has not removed them.
+            remove_older(self.out, self.parts, self.keep, None if best is None else best.step)
+        except OSError as error:
+            logger.warning("older states are not removed now (%s)", error)
+
+    def wait(self) -> None:
+        """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
+        job = self.job
+        try:
+            self.ranks.run_on_rank0(lambda: None if job is None else job.result())
+        except Exception:
+            self.job = self.saved_step = None
+            raise
+        finally:
+            # Break the cycle error, traceback, frame, job, which would keep the model in memory until the garbage
+            # collector runs.
+            job = None
 
 
 def write_document(folder: Path, parts: Path, state: SavedState) -> None:

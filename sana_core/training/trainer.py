@@ -2,8 +2,9 @@
 
 `Trainer.train` calls the methods below it in this order: hold the folder, prepare the data, load the model, resume,
 then the loop (validate, save, step), and publish the result. The components are in other files: the data (dataset,
-images, cache), the order of the batches and the learning rate (schedule), the model (trained_model), the optimizer, the
-loss, the ranks and their shards, the saved states, and the validation's images (previews).
+images, cache), the microbatches of each step (loader), the order of the batches and the learning rate (schedule), the
+model (trained_model), the optimizer, the loss, the ranks and their shards, the saved states, and the validation's
+images (previews).
 """
 
 from __future__ import annotations
@@ -12,54 +13,40 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checkpoints import find_part, inspect_checkpoint, load_transformer
-from ..checkpoints.fingerprint import digest_json
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module
-from ..errors import InputError, SanaError, TrainingError, first_line
+from ..errors import InputError, TrainingError, first_line
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
 from ..model.known_models import GUIDANCE
 from ..model.latents import DOWNSCALE
 from ..model.reference import reference_of
 from ..runtime.accelerator import chosen_device, empty_cache, is_out_of_memory
-from ..runtime.atomic_files import digest_of, make_folder, remove
+from ..runtime.atomic_files import digest_of, make_folder
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.file_ranges import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json, get_logger
-from . import optimizers, schedule, sharding, states, trained_model
-from .cache import (
-    Batch,
-    BrokenImages,
-    Cache,
-    Stream,
-    digest_models,
-    find_broken,
-    leave_out,
-    load_encoders,
-    model_ids,
-    store_of,
-)
+from . import optimizers, schedule, states, trained_model
+from .cache import Batch
 from .came import CAME
-from .dataset import SHEET, Faults, Sample, is_unreadable, warn_of_skipped
+from .dataset import SHEET
+from .loader import Loader, Microbatch, OnProgress, prepare_data
 from .loss import (
     Point,
     Prompt,
     consistency_error,
     consistency_loss,
     data_point,
-    draw_training,
-    drop_captions,
     flow_loss,
     seeded_dropout,
     training_angles,
@@ -68,12 +55,12 @@ from .loss import (
     validation_noise,
     validation_times,
 )
-from .previews import Inputs, as_saved, check_own, encode_validation, generate_validation, write_sheet
-from .ranks import ALONE, Ranks, check_same, check_settings_and_code, log_line
-from .schedule import Best, PhaseData, StepBatches, TrainProgress
+from .previews import Inputs, as_saved, check_own, generate_validation, write_sheet
+from .ranks import ALONE, Ranks, check_settings_and_code, log_line
+from .schedule import Best, PhaseData, TrainProgress
 from .settings import ADAPTERS, CONSISTENCY, FLOW, Phase, TrainingSettings
 from .sharding import Layout, check_launch, describe_layout, gather, lay_out, local_parameters
-from .states import Line, RunLog
+from .states import Line, NewState, RunLog, SavedState, Saver
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -83,23 +70,12 @@ logger = get_logger(__name__)
 # Called with the log line of each step and of each validation, and at the end with `step`, `validation_loss` and
 # `first` of the best validation.
 Report = Callable[[Line], None]
-# Called with the name of a stage of the preparation, the number of finished items, and their total number.
-OnProgress = Callable[[str, int, int], None]
 # Called with the step and the validation's images [3, H, W] in [-1, 1].
 Show = Callable[[int, Sequence[torch.Tensor]], None]
 # Number of times at which a validation measures the loss of each held-out image.
 VALIDATION_TIMES = 8
 # Positions of latents that a validation computes in one forward: all times of an image of 1024 px.
 VALIDATION_POSITIONS = VALIDATION_TIMES * 32**2
-
-
-class LoadedMicrobatch(NamedTuple):
-    """A microbatch of this rank whose images have been read."""
-
-    indices: list[int]
-    # An idle rank computes it only to take part in the collectives. Its loss is multiplied by 0.
-    is_filler: bool
-    batch: Batch
 
 
 def ignore(*values: object) -> None:
@@ -130,30 +106,15 @@ def train(
 class Trainer:
     """One run. Start at `train`."""
 
-    # The arguments of `train`.
-    settings: TrainingSettings
-    report: Report
-    on_progress: OnProgress
-    poll: Poll
-    show: Show
-    ranks: Ranks
-
-    # The run's folder.
-    out: Path
     # The folder for unfinished files. It is on the same disk as `out`.
     parts: Path
-    # Raises an error if another process has taken over the folder.
-    check_held: Poll
-    # The values that may not change when the run resumes. Every state has them.
-    config: Json
-    # Whether the adapter begins with the file `method.start`. A resumed run does not.
-    loads_start: bool
-    log: RunLog
-
     # The images of each phase.
-    data: Sequence[PhaseData]
+    data: Sequence[PhaseData] = ()
     # The encoded prompts and control images of the validation. None: it generates no images.
     inputs: Inputs | None
+    # The microbatches of the steps.
+    loader: Loader
+    saver: Saver
 
     # The model. A ControlNet is trained in place of the transformer that it steers.
     transformer: SanaTransformer2DModel
@@ -168,29 +129,6 @@ class Trainer:
     # How the ranks hold the model: a replica on each, or its rows.
     layout: Layout
 
-    # The number of finished steps, and the position among phases and epochs.
-    progress: TrainProgress
-    # One StepBatches for each step of the current epoch. Empty: the last phase has ended.
-    epoch_steps: Sequence[StepBatches]
-    # Reads the next step's microbatches from the cache while the device computes.
-    read_thread: Executor
-    # The job of `read_thread`, and the batches of its step. None: there is no job.
-    reading: tuple[StepBatches, Future[list[LoadedMicrobatch]]] | None
-    # The number of consecutive steps, up to now, of which no image could be read.
-    steps_without_images: int
-    # The best validation so far.
-    best: Best | None
-    # The step of the last validation.
-    validated_step: int | None
-    # The step of the last state. 0: there is no state yet. None: it could not be written.
-    saved_step: int | None
-    # Completes a state (digests, waiting for the disk, rename) while the next steps run.
-    save_thread: Executor
-    # The job of `save_thread` for the last state.
-    pending_save: Future[None] | None
-    # The error that `report` raised. The next `check_step_together` raises it on all ranks.
-    report_error: BaseException | None
-
     def __init__(
         self,
         settings: TrainingSettings,
@@ -202,14 +140,25 @@ class Trainer:
     ) -> None:
         self.settings, self.ranks = settings, ranks
         self.report, self.on_progress, self.poll, self.show = report, on_progress, poll, show
+        # The run's folder.
         self.out = Path(settings.out)
         self.log = RunLog(self.out)
-        self.check_held = no_poll
-        self.config, self.progress, self.epoch_steps = {}, TrainProgress(), ()
-        self.best = self.validated_step = self.pending_save = self.reading = self.report_error = None
-        self.saved_step, self.steps_without_images = 0, 0
-        self.read_thread = ThreadPoolExecutor(1, "sana training data")
+        # Raises an error if another process has taken over the folder.
+        self.check_held: Poll = no_poll
+        # The values that may not change when the run resumes. Every state has them.
+        self.config: Json = {}
+        # Whether the adapter begins with the file `method.start`. A resumed run does not.
         self.loads_start = False
+        # The number of finished steps, and the position among phases and epochs.
+        self.progress = TrainProgress()
+        # Whether the last phase has ended.
+        self.has_ended = False
+        # The best validation so far.
+        self.best: Best | None = None
+        # The step of the last validation.
+        self.validated_step: int | None = None
+        # The error that `report` raised. The next `check_step` raises it on all ranks.
+        self.report_error: BaseException | None = None
 
     def train(self) -> Path:
         self.ranks.run_on_all(lambda: check_base(self.settings))
@@ -226,17 +175,16 @@ class Trainer:
                 self.set_up(self.load_base(), shift, self.requested_device())
                 if self.ranks.launched and self.ranks.first:
                     log_line(describe_layout(self.layout, self.parameters, self.device))
-                with ThreadPoolExecutor(1, "sana training state") as self.save_thread, self.read_thread:
-                    try:
-                        self.resume()
-                        self.run_steps()
-                    finally:
-                        self.log.close()
+                shared_mask = reference_of(self.transformer).shared_mask
+                self.loader = Loader(self.settings, self.ranks, self.data, shared_mask)
+                with self.saver.thread, closing(self.loader), closing(self.log):
+                    self.resume()
+                    self.run_steps()
                 return self.finish()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                saved = f"step {self.saved_step} is saved" if self.saved_step else "no step is saved"
+                saved = f"step {self.saver.saved_step} is saved" if self.saver.saved_step else "no step is saved"
                 raise TrainingError(
                     f"training: memory ran out ({first_line(error):.100}), {saved}; lower phase.batch and raise "
                     "phase.accumulate, set checkpoint_gradients to true, or method.base to int8; train --plan names "
@@ -308,6 +256,7 @@ class Trainer:
             # A rank on another machine may see another folder under the same path.
             self.ranks.run_on_all(lambda: check_run(self.out, name))
             self.parts = self.out / OWN / name
+            self.saver = Saver(self.out, self.parts, self.settings.keep, self.ranks)
             if folder_hold is not None:
                 self.check_held = folder_hold.check
             yield
@@ -329,22 +278,20 @@ class Trainer:
         self.poll()
 
     def check_step(self) -> None:
-        """Raise an error if the run is cancelled, or if others have put files where it writes."""
-        if self.ranks.first:
-            # Checked before each step, not only at a save: the finished steps are then saved under a name that is free.
-            states.check_places(self.out)
-        self.check_cancelled()
+        """Raise an error on all ranks, at the same step, if one of them should stop.
 
-    def check_step_together(self) -> None:
-        """Raise an error on all ranks, at the same step, if `check_step` or a report has failed on one of them."""
-        if self.ranks.size == 1:
-            return self.check_step()
-        error = self.report_error
-        try:
-            self.check_step()
-        except BaseException as raised:
-            error = raised
-        self.ranks.agree(error)
+        The reasons are that the run is cancelled, others have put files where it writes, or a report has failed.
+        """
+
+        def check() -> None:
+            if self.ranks.first:
+                # Before each step, not only at a save: the finished steps are then saved under a name that is free.
+                states.check_places(self.out)
+            self.check_cancelled()
+            if self.report_error is not None:
+                raise self.report_error
+
+        self.ranks.run_on_all(check)
 
     def report_line(self, line: Line) -> None:
         """Report a line of the log. Only the first rank reports."""
@@ -360,58 +307,11 @@ class Trainer:
     # The data
 
     def prepare_data(self) -> None:
-        """List the images of all phases, and encode the images and captions that the cache does not have yet.
-
-        Each rank encodes a part of them. A run that streams encodes its images later, in each step.
-        """
-        settings, ranks = self.settings, self.ranks
-        samples = ranks.run_on_all(lambda: schedule.read_samples(settings, self.check_cancelled))
-        store, on_progress = store_of(settings), self.on_progress if ranks.first else ignore
-        digests = digest_models(settings, store.folder, partial(on_progress, "digest of the model"))
-        ids, broken = model_ids(digests, settings.dtype), BrokenImages()
-
-        def prepare(samples: Sequence[Sequence[Sample]], rank_slice: slice) -> tuple[list[PhaseData], Inputs | None]:
-            on_entry, poll = partial(on_progress, "encoding images and captions"), self.check_cancelled
-            with load_encoders(settings, self.requested_device(), poll) as encoders:
-                data = [
-                    schedule.prepare_phase(
-                        samples_of_phase[rank_slice], phase, settings, store, encoders, ids, poll, on_entry, broken
-                    )
-                    for phase, samples_of_phase in zip(settings.phase, samples, strict=True)
-                ]
-                return data, encode_validation(settings, store, ids, encoders) if rank_slice == slice(None) else None
-
-        def read_held_out() -> None:
-            # A step can skip an unreadable image. A validation cannot, so read its images now.
-            for phase in self.data:
-                if isinstance(phase.cache, Stream):
-                    phase.cache.check(phase.held_out[ranks.rank :: ranks.size], broken, self.check_cancelled)
-
-        try:
-            # Without an image, batches and held-out images are others. So prepare again until none is left out.
-            while True:
-                broken.clear()
-                if ranks.size > 1 and not settings.stream:
-                    ranks.run_on_all(partial(prepare, samples, slice(ranks.rank, None, ranks.size)))
-                # Rank 0 encodes the entries that are still missing. The others then read all entries from the cache.
-                prepared = ranks.run_on_rank0(partial(prepare, samples, slice(None)))
-                self.data, self.inputs = ranks.run_on_all(lambda: prepared or prepare(samples, slice(None)))  # noqa: B023
-                if settings.stream and settings.skip_broken:
-                    ranks.run_on_all(read_held_out)
-                # Machines may have the images under different paths, so the ranks exchange pairs (phase, index).
-                gathered = ranks.all_gather(find_broken(samples, broken))
-                broken_anywhere = {position: fault for faults in gathered for position, fault in faults.items()}
-                if not broken_anywhere:
-                    break
-                samples = leave_out(samples, broken_anywhere, settings.skip_broken)
-        finally:
-            if ranks.first and store.parts is not None:
-                # Remove the unfinished entries of this run's killed processes. A failure does no harm.
-                with suppress(OSError):
-                    remove(store.parts)
-        model = digest_json(digests)
-        check_same(ranks, {states.MODEL: model, "images": [phase.digest for phase in self.data]}, "data")
-        self.config = {**self.config, states.MODEL: model}
+        """List the images, and encode those that the cache does not have yet, unless they are streamed."""
+        progress = self.on_progress if self.ranks.first else ignore
+        self.data, self.inputs, self.config[states.MODEL] = prepare_data(
+            self.settings, self.ranks, self.requested_device(), self.check_cancelled, progress
+        )
 
     # The model
 
@@ -460,14 +360,9 @@ class Trainer:
             self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         else:
             self.parameters = local_parameters(self.layout)
-        options = settings.optimizer
+        options, trained = settings.optimizer, list(self.parameters.values())
         self.optimizer = optimizers.make_optimizer(
-            options.name,
-            list(self.parameters.values()),
-            0.0,
-            options.weight_decay,
-            d0=options.d0,
-            d_coef=options.d_coef,
+            options.name, trained, 0.0, options.weight_decay, d0=options.d0, d_coef=options.d_coef
         )
         if self.layout.shards is not None and isinstance(self.optimizer, CAME):
             self.optimizer.total = ranks.all_reduce
@@ -483,10 +378,10 @@ class Trainer:
         steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
             self.resume_at(states.step_folder(self.out, steps[-1]))
-        self.progress, self.epoch_steps = schedule.advance(self.progress, self.data, self.settings)
-        self.saved_step = self.progress.step
-        if self.epoch_steps:
-            schedule.warn_of_rate(self.phase, self.progress, len(self.epoch_steps))
+        self.progress, self.has_ended = self.loader.advance(self.progress)
+        self.saver.saved_step = self.progress.step
+        if not self.has_ended:
+            schedule.warn_of_rate(self.phase, self.progress, self.loader.steps_per_epoch[self.progress.phase])
             self.warm_up_ddp_buckets()
 
     def resume_at(self, state_folder: Path) -> None:
@@ -502,7 +397,7 @@ class Trainer:
                 "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1
             )
         self.progress = self.progress._replace(position=0)
-        if schedule.advance(self.progress, self.data, self.settings)[1]:
+        if not self.loader.advance(self.progress)[1]:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
             self.best = self.validated_step = None
 
@@ -514,7 +409,7 @@ class Trainer:
         equal bit by bit.
         """
         if self.layout.replica is not None:
-            microbatches, _ = self.load_step(self.epoch_steps[self.progress.position])
+            microbatches, _ = self.loader.load(self.progress)
             with self.layout.backward(last=True) as compute:
                 compute(lambda: self.microbatch_loss(microbatches[0])).sum().backward()
             self.optimizer.zero_grad()
@@ -523,36 +418,32 @@ class Trainer:
 
     def run_steps(self) -> None:
         """Train from the current progress to the end of the last phase."""
-        total = self.progress.step + schedule.all_steps_left(self.settings, self.data, self.progress)
+        total = self.progress.step + schedule.all_steps_left(self.settings, self.loader.steps_per_epoch, self.progress)
+        line: Line | None = None
         while True:
-            if self.ranks.size == 1 and self.pending_save is not None and self.pending_save.done():
-                # An error of the save thread, such as a full disk, is raised now instead of at the next save.
-                with self.saving_on_error():
-                    self.wait_for_save()
             with self.saving_on_error():
-                self.validate_if_due()
-            step = self.progress.step
-            is_best = self.best is not None and self.best.step == step
-            if not self.epoch_steps or step % self.settings.save_every == 0 or is_best:
-                # If the last state could not be completed, save this step before raising the error.
-                with self.saving_on_error():
+                if line is not None:
+                    self.report_line({**line, "steps": total})
+                if self.ranks.size == 1 and self.saver.job is not None and self.saver.job.done():
+                    # An error of the thread, such as a full disk, is raised now instead of at the next save.
                     self.wait_for_save()
+                self.validate_if_due()
+                step = self.progress.step
+                is_best = self.best is not None and self.best.step == step
+                is_due = self.has_ended or step % self.settings.save_every == 0 or is_best
+                if is_due:
+                    # If the last state could not be completed, save this step before raising the error.
+                    self.wait_for_save()
+            if is_due:
                 self.save()
-            if not self.epoch_steps:
+            if self.has_ended:
                 self.wait_for_save()
                 # A callback of the first rank may have failed at the last step.
                 return self.ranks.agree(self.report_error)
-            with self.saving_on_error():
-                self.check_step_together()
             line = self.take_step()
             if line is not None:
                 self.ranks.run_on_rank0(partial(self.log.add, line))
-            self.progress = schedule.after_step(self.phase, self.progress, len(self.epoch_steps))
-            if self.progress.position == len(self.epoch_steps) or self.progress.phase_step == self.phase.steps:
-                self.progress, self.epoch_steps = schedule.advance(self.progress, self.data, self.settings)
-            if line is not None:
-                with self.saving_on_error():
-                    self.report_line({**line, "steps": total})
+            self.progress, self.has_ended = self.loader.after(self.progress)
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
@@ -590,7 +481,7 @@ class Trainer:
         A validation is due before the first step, every `every` steps, and at the end.
         """
         step, every = self.progress.step, self.settings.validation.every
-        is_due = bool(every) and (step % every == 0 or not self.epoch_steps)
+        is_due = bool(every) and (step % every == 0 or self.has_ended)
         if not is_due or self.validated_step == step:
             return
         best = self.best
@@ -642,7 +533,7 @@ class Trainer:
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
             for times in validation_times(VALIDATION_TIMES).split(together):
-                self.check_step_together()
+                self.check_step()
                 compute = partial(self.image_loss, batch, noise, times)
                 # Only FSDP talks to other ranks in a forward.
                 loss = ranks.run_on_all(compute) if self.layout.shards is None else compute()
@@ -653,11 +544,7 @@ class Trainer:
                     )
                 total += loss if counts else 0.0
 
-        def check() -> None:
-            if fault is not None:
-                raise fault
-
-        ranks.run_on_all(check)
+        ranks.agree(fault)
         return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
 
     def image_loss(self, batch: Batch, noise: torch.Tensor, times: torch.Tensor) -> float:
@@ -720,53 +607,26 @@ class Trainer:
         self.wait_for_save()
         # Another process may have taken the folder. InUseError explains this better than a failure to write there.
         self.ranks.run_on_rank0(self.check_held)
-        complete: Callable[[], None] | None = None
-        step = self.progress.step
-        if step and step != self.saved_step:
+        step, new = self.progress.step, None
+        if step and step != self.saver.saved_step:
             tensors, values = states.tensors_of(self.parameters, self.optimizer, self.average)
             self.ranks.run_on_all(partial(states.check_finite, tensors, step))
             digests = [phase.digest for phase in self.data]
-            state = states.SavedState(self.progress, values, self.config, digests, self.best, self.validated_step)
-            complete = states.write_state(self.out, self.parts, state, tensors, self.gather_and_export, self.layout)
-            self.saved_step = step
-        best, validated = self.best, self.validated_step
-
-        def finish_save() -> None:
-            with self.ranks.completing:
-                if complete is not None:
-                    complete()
-                elif step and validated == step:
-                    # The step was saved before its validation, so add the validation to the state.
-                    try:
-                        states.note_validation(states.step_folder(self.out, step), self.parts, best, validated)
-                    except SanaError as error:
-                        # The state itself is in its place, and the next one has the validation.
-                        logger.warning("the validation of step %d is not saved now (%s)", step, error)
-            try:
-                # Even without a new state, because a run that was killed after its last state has not removed them.
-                states.remove_older(self.out, self.parts, self.settings.keep, None if best is None else best.step)
-            except OSError as error:
-                logger.warning("older states are not removed now (%s)", error)
-
-        if self.ranks.first:
-            self.pending_save = self.save_thread.submit(finish_save)
+            state = SavedState(self.progress, values, self.config, digests, self.best, self.validated_step)
+            new = NewState(self.out, self.parts, state, self.layout)
+            new.write(tensors, self.gather_and_export)
+        self.saver.begin(new, step, self.best, self.validated_step)
 
     def wait_for_save(self) -> None:
         """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
-        completing = self.pending_save
+        last = self.saver.saved_step
         try:
-            self.ranks.run_on_rank0(lambda: None if completing is None else completing.result())
+            self.saver.wait()
         except Exception:
-            self.pending_save = None
-            if self.best is not None and self.best.step == self.saved_step:
+            if self.best is not None and self.best.step == last:
                 # The state of the best step does not exist. Let the next validation replace it.
                 self.best, self.validated_step = self.best._replace(step=0), None
-            self.saved_step = None
             raise
-        finally:
-            # Break the cycle error, traceback, frame, job, which would keep the model in memory until the garbage
-            # collector runs.
-            completing = None
 
     def gather_and_export(self, part: Path) -> None:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
@@ -798,15 +658,15 @@ class Trainer:
 
     def take_step(self) -> Line | None:
         """Take the next step, and return its line of the log. None: `skip_broken` leaves out all of its images."""
-        progress, step_batches = self.progress, self.epoch_steps[self.progress.position]
+        progress, loader = self.progress, self.loader
         rate = schedule.learning_rate(self.phase, progress)
-        began = time.perf_counter()
         with self.saving_on_error():
-            microbatches, images = self.load_step(step_batches)
+            self.check_step()
+            began = time.perf_counter()
+            microbatches, images = loader.load(progress)
+            loader.steps_without_images = 0 if images else loader.steps_without_images + 1
             if not images:
-                self.steps_without_images += 1
                 return None
-            self.steps_without_images = 0
             loss, norm = self.compute_within_memory(microbatches, images)
         self.apply_gradients(rate)
         return {
@@ -820,7 +680,7 @@ class Trainer:
             "seconds": round(time.perf_counter() - began, 4),
         }
 
-    def compute_within_memory(self, microbatches: Sequence[LoadedMicrobatch], total: int) -> tuple[float, float]:
+    def compute_within_memory(self, microbatches: Sequence[Microbatch], total: int) -> tuple[float, float]:
         """As `compute_gradients`. If memory runs out, turn gradient checkpointing on, unless it is, and try again.
 
         Several ranks would have to turn it on together, and on Apple's GPU it repeats no dropout.
@@ -839,7 +699,7 @@ class Trainer:
                 model.enable_gradient_checkpointing()
         return self.compute_gradients(microbatches, total)
 
-    def compute_gradients(self, microbatches: Sequence[LoadedMicrobatch], total: int) -> tuple[float, float]:
+    def compute_gradients(self, microbatches: Sequence[Microbatch], total: int) -> tuple[float, float]:
         """Compute the gradients of a step and clip them. Returns the mean loss and the norm of the gradients.
 
         `total` is the number of images of all ranks. Every image has the same weight, whatever batch it is in. This
@@ -849,142 +709,69 @@ class Trainer:
         A rank that fails alone in a part with collectives cannot reach the others, which wait for it inside one.
         """
         ranks = self.ranks
-        # `all_but_last_backward` puts the last loss here. After `pop` no variable refers to it, so its graph is freed.
-        last_loss: list[torch.Tensor] = []
-        begin = partial(self.all_but_last_backward, microbatches, total, last_loss)
+        begin = partial(self.compute_up_to_last_backward, microbatches, total)
         # The function of run_on_all must not communicate. DDP communicates only in the last backward, so everything
         # before it can run inside. FSDP communicates in each forward, so there an error of one rank ends only that
         # rank.
-        local_mean, fault = ranks.run_on_all(begin) if self.layout.shards is None else begin()
-        last_loss.pop().backward()
-        mean, failed_ranks = ranks.total(local_mean, float(fault is not None))
+        losses, last_loss = ranks.run_on_all(begin) if self.layout.shards is None else begin()
+        last_loss.backward()
+        # The graph of the loss holds memory.
+        del last_loss
+        step, local_mean, bad_names = self.progress.step, 0.0, list[str]()
+        for (_, _, batch, *_), values in zip(microbatches, losses, strict=True):
+            local_mean += sum(values) / total
+            bad_names += [name for name, value in zip(batch.names, values, strict=True) if not math.isfinite(value)]
+        mean, failed_ranks = ranks.total(local_mean, float(bool(bad_names)))
         norm = self.layout.clip(self.parameters, self.settings.optimizer.clip)
-
-        def check() -> None:
-            if fault is not None:
-                raise fault
-            if not failed_ranks and not math.isfinite(norm):
-                names = ", ".join(name for microbatch in microbatches for name in microbatch.batch.names[:2])
-                raise TrainingError(
-                    f"training: in step {self.progress.step} the gradients of {names:.120} are not finite; lower "
-                    "learning_rate"
-                )
-
-        ranks.run_on_all(check)
+        fault = None
+        if bad_names:
+            fault = TrainingError(
+                f"training: in step {step} the loss of {bad_names[0]} is not finite; lower learning_rate, or remove it"
+            )
+        elif not failed_ranks and not math.isfinite(norm):
+            names = ", ".join(name for microbatch in microbatches for name in microbatch.batch.names[:2])
+            fault = TrainingError(
+                f"training: in step {step} the gradients of {names:.120} are not finite; lower learning_rate"
+            )
+        ranks.agree(fault)
         return mean, norm
 
-    def load_step(self, step_batches: StepBatches) -> tuple[list[LoadedMicrobatch], int]:
-        """Return this rank's microbatches of a step, and the number of images in the step, over all ranks.
+    def compute_up_to_last_backward(
+        self, microbatches: Sequence[Microbatch], total: int
+    ) -> tuple[list[list[float]], torch.Tensor]:
+        """Compute the gradients of a step, except for the last backward. `total` is the number of images of all ranks.
 
-        `step_batches` has the batches of the step, as indices of samples. An error raises on all ranks.
-
-        A streamed run reads its images here. With `skip_broken` it leaves out the images that cannot be read. Without
-        it, or if a whole epoch has no image, the error names every broken image of the step.
+        Returns the losses of the images of each microbatch, and the loss whose backward is still to be computed.
         """
-        ranks, cache = self.ranks, self.phase_data.cache
-        total = sum(map(len, step_batches))
-        if not isinstance(cache, Stream):
-            job, self.reading = self.begin_reading(cache, step_batches), None
-            microbatches = ranks.run_on_all(job.result)
-            for following in self.epoch_steps[self.progress.position + 1 :][:1]:
-                self.begin_reading(cache, following)
-            return microbatches, total
-        rank_share = sharding.microbatches(step_batches, ranks.rank, ranks.size)
-        skip = self.settings.skip_broken
-        rank_faults: dict[int, SanaError] = {}
-
-        def read() -> list[LoadedMicrobatch]:
-            loaded = []
-            for indices, is_filler in rank_share:
-                # Another rank learns the image of a filler, and reports its fault.
-                readable, batch = cache.load_readable(indices, {} if is_filler else rank_faults, skip)
-                loaded.append(LoadedMicrobatch(readable or indices[:1], is_filler or not readable, batch))
-            return loaded
-
-        microbatches = ranks.run_on_all(read)
-        all_faults = {index: fault for faults in ranks.all_gather(rank_faults) for index, fault in faults.items()}
-        total -= len(all_faults)
-
-        def check_faults() -> None:
-            faults = [all_faults[index] for index in sorted(all_faults)]
-            is_epoch_empty = not total and self.steps_without_images + 1 >= len(self.epoch_steps)
-            can_skip = skip and not is_epoch_empty and all(map(is_unreadable, faults))
-            if faults and not can_skip:
-                Faults(faults).check()
-            if faults and ranks.first:
-                warn_of_skipped(faults)
-
-        ranks.run_on_all(check_faults)
-        return microbatches, total
-
-    def begin_reading(self, cache: Cache, step_batches: StepBatches) -> Future[list[LoadedMicrobatch]]:
-        """Return the job that reads this rank's microbatches of a step. It may have begun before."""
-        if self.reading is None or self.reading[0] is not step_batches:
-
-            def read() -> list[LoadedMicrobatch]:
-                rank_share = sharding.microbatches(step_batches, self.ranks.rank, self.ranks.size)
-                return [LoadedMicrobatch(indices, is_filler, cache.load(indices)) for indices, is_filler in rank_share]
-
-            self.reading = step_batches, self.read_thread.submit(read)
-        return self.reading[1]
-
-    def all_but_last_backward(
-        self, microbatches: Sequence[LoadedMicrobatch], total: int, last_loss: list[torch.Tensor]
-    ) -> tuple[float, TrainingError | None]:
-        """Compute the gradients of a step, except for the last backward. Its loss is put into `last_loss`.
-
-        `total` is the number of images of all ranks. Returns this rank's part of the mean loss, and an error that names
-        the first image whose loss is not finite.
-        """
-        settings, step = self.settings, self.progress.step
-        mean, fault = 0.0, None
+        values: list[list[float]] = []
         for number, microbatch in enumerate(microbatches, 1):
-            last = number == len(microbatches)
-            key = settings.seed, step, number, self.ranks.rank
-            dropout = seeded_dropout(self.device, key) if settings.method.dropout else nullcontext()
-            with dropout, self.layout.backward(last) as compute:
+            is_last = number == len(microbatches)
+            key = self.settings.seed, self.progress.step, number, self.ranks.rank
+            dropout = seeded_dropout(self.device, key) if self.settings.method.dropout else nullcontext()
+            with dropout, self.layout.backward(is_last) as compute:
                 losses = compute(partial(self.microbatch_loss, microbatch))
                 # One copy from the device, which waits for it.
-                values = losses.detach().tolist()
-                finite = list(map(math.isfinite, values))
-                if fault is None and not all(finite):
-                    name = microbatch.batch.names[finite.index(False)]
-                    fault = TrainingError(
-                        f"training: in step {step} the loss of {name} is not finite; lower learning_rate, or remove it"
-                    )
+                values.append(losses.detach().tolist())
                 # The gradients become the mean over the ranks, so each rank's loss is multiplied by their number.
                 loss = losses.sum() / total * self.ranks.size
-                if last:
-                    last_loss.append(loss)
-                else:
+                if not is_last:
                     loss.backward()
-            mean += sum(values) / total
-        return mean, fault
+        return values, loss
 
-    def microbatch_loss(self, microbatch: LoadedMicrobatch) -> torch.Tensor:
-        """Return the losses [B] of a microbatch. The losses of a filler are zeros, but with gradients.
-
-        Noise and time of an image depend on the run's seed, phase, epoch and the image. So they do not depend on the
-        rank or the batch that the image is in.
-        """
-        indices, is_filler, batch = microbatch
-        settings, progress, data = self.settings, self.progress, self.phase_data
-        keys = [(settings.seed, progress.phase, progress.epoch, index) for index in indices]
-        draw = draw_training(batch.latents.shape[1:], keys, settings.caption_dropout)
-        shared = reference_of(self.transformer).shared_mask
-        embeds, mask = drop_captions(batch.embeds, batch.mask, draw.dropped, data.cache.empty, shared)
-        batch = batch._replace(embeds=embeds, mask=mask)
+    def microbatch_loss(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return the losses [B] of a microbatch. The losses of a filler are zeros, but with gradients."""
+        settings, batch, draw = self.settings, microbatch.batch, microbatch.draw
         if settings.loss.kind == CONSISTENCY:
             guidance = training_guidance(draw.choices)
             point, prompt, weight = self.on_trajectory(batch, draw.noise, draw.times, guidance)
             warmup = settings.loss.tangent_warmup
-            ramp = min(1.0, progress.step / warmup) if warmup else 1.0
+            ramp = min(1.0, self.progress.step / warmup) if warmup else 1.0
             losses = consistency_loss(self.transformer, point, prompt, ramp, weight)
         else:
             sigma = training_sigmas(draw.times, self.shift, settings.loss).float().to(self.device)
             losses = self.batch_loss(batch, draw.noise, sigma)
-        losses = losses * torch.tensor([data.samples[index].weight for index in indices]).to(losses)
-        return losses * 0 if is_filler else losses
+        losses = losses * microbatch.weights.to(losses)
+        return losses * 0 if microbatch.is_filler else losses
 
     def batch_loss(self, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """Return the loss of flow matching [B] of a batch, in float32 on the model's device."""

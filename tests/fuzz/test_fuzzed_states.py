@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 
 from sana_core.training.schedule import Best, TrainProgress
-from sana_core.training.states import SavedState, begin_run, check_folder, read_state, step_folder, write_state
+from sana_core.training.states import NewState, SavedState, begin_run, check_folder, read_state, step_folder
 
 CONFIG = {"seed": 0, "rank": 2}
 TENSORS = {"parameter.a": torch.arange(6.0).reshape(2, 3), "optimizer.0.step": torch.tensor(2.0)}
@@ -24,7 +24,9 @@ def state(tmp_path_factory):
     parts = out / "parts"
     parts.mkdir(parents=True)
     begin_run(out, parts, CONFIG)
-    write_state(out, parts, STATE, TENSORS, lambda part: (part / "x.safetensors").write_bytes(b"lora"))()
+    state = NewState(out, parts, STATE)
+    state.write(TENSORS, lambda part: (part / "x.safetensors").write_bytes(b"lora"))
+    state.complete()
     return step_folder(out, STATE.progress.step)
 
 

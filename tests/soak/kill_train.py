@@ -144,9 +144,11 @@ def in_save(number: int) -> Prepare:
                 if count == number:
                     die()
 
-        write, states.remove_older = watched(states.write_state), watched(states.remove_older)
-        # Another thread calls the returned function, which has to be watched too.
-        states.write_state = lambda *values: watched(write(*values))
+        states.remove_older = watched(states.remove_older)
+        # Another thread calls `complete`.
+        states.NewState.write, states.NewState.complete = map(
+            watched, (states.NewState.write, states.NewState.complete)
+        )
         states.publish = watched(states.publish)
         sys.addaudithook(hook)
 

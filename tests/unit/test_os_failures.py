@@ -239,7 +239,7 @@ def test_a_run_that_notices_before_a_validation_that_a_state_stays_open_loses_no
     def take_slow_step(run):
         line = take_step(run)
         if line["step"] == 2:
-            run.pending_save.exception()
+            run.saver.job.exception()
         return line
 
     monkeypatch.setattr(trainer.Trainer, "take_step", take_slow_step)
