@@ -52,6 +52,8 @@ RUN, STEPS, PICTURES, SHEET = "run.json", "steps", "pictures", "validations.png"
 # Folders that macOS adds to archives, that a Synology NAS adds to folders with images, and that old programs create
 # from the extended headers of a tar.
 HIDDEN = re.compile(r"__MACOSX|@eaDir|PaxHeaders?(\.\d+)?")
+# A path that stays in its folder on every operating system, recognised in less time than by its parts.
+PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
 # Limits in bytes. The header of a tar's member contains its name.
 LARGEST_CAPTION, LARGEST_LIST, LARGEST_HEADER = 1_000_000, 1 << 30, 1 << 20
 # NVIDIA's tars have 10,000 samples.
@@ -292,18 +294,19 @@ def list_folder(root: Path, faults: Faults, remarks: Remarks) -> dict[str, Path]
     while folders:
         folder = folders.pop()
         try:
-            entries = [entry for entry in sorted(folder.iterdir()) if not is_hidden(entry.name)]
+            entries = sorted((entry.name, entry) for entry in folder.iterdir() if not is_hidden(entry.name))
         except OSError as error:
             reason = reason_of(error)
             faults.add(ReadError(f"{folder}: cannot be read ({reason}); see its rights, its links and its disk"))
             continue
-        if any(entry.name == RUN for entry in entries):
-            if folder != root:
-                remarks[RUNS].append(folder.relative_to(root).as_posix())
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+        if any(name == RUN for name, _ in entries):
+            if prefix:
+                remarks[RUNS].append(prefix.removesuffix("/"))
                 continue
-            entries = [entry for entry in entries if entry.name not in (STEPS, PICTURES, SHEET)]
-        for entry in entries:
-            name = entry.relative_to(root).as_posix()
+            entries = [(name, entry) for name, entry in entries if name not in (STEPS, PICTURES, SHEET)]
+        for name, entry in entries:
+            name = prefix + name
             try:
                 check_inner(name, "dataset")
                 if name.lower().endswith(COMPRESSED):
@@ -378,9 +381,9 @@ def join_files(
     endings = image_endings()
     stems: dict[str, Kinds] = {}
     for name in sorted(files):
-        suffix = PurePosixPath(name).suffix
+        stem, suffix = split_suffix(name)
         kind = "image" if suffix.lower() in endings else suffix.lower()
-        stem = normalize("NFC", name[: len(name) - len(suffix)])
+        stem = normalize("NFC", stem)
         stems.setdefault(stem, {}).setdefault(kind, []).append(name)
         if kind in OTHER_ENDINGS:
             remarks[LEFT_OUT].append(prefix + name)
@@ -404,6 +407,13 @@ def join_files(
             yield attempt(read_files, files, prefix, kinds)
         elif ".txt" in kinds and not kinds.keys() & set(OTHER_ENDINGS):
             remarks[ALONE].append(prefix + kinds[".txt"][0])
+
+
+def split_suffix(name: str) -> tuple[str, str]:
+    """Return a path without its suffix, and the suffix as in PurePath, which takes longer for each of many files."""
+    stem, dot, ending = name.rpartition(".")
+    is_suffix = stem.rpartition("/")[2] and ending and "/" not in ending
+    return (stem, dot + ending) if is_suffix else (name, "")
 
 
 def has_caption(kinds: Kinds) -> bool:
@@ -556,6 +566,8 @@ def check_inner(inner: object, name: str) -> str:
 
     Raises InputError unless it is a printable path that stays in its folder on every operating system.
     """
+    if isinstance(inner, str) and PLAIN.fullmatch(inner):
+        return inner
     if isinstance(inner, str) and inner and inner.isprintable():
         windows_path = PureWindowsPath(inner)
         if not windows_path.anchor and ".." not in windows_path.parts:
