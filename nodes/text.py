@@ -46,6 +46,7 @@ class SanaNodesTextEncode(io.ComfyNode):
                     min=0,
                     max=MOST_MOTION,
                     optional=True,
+                    advanced=True,
                     tooltip="Videos only: ends the prompt with this score, unless it has one. NVIDIA uses 10, and "
                     "20 for 2.0; 30 is much motion. 0: none.",
                 ),

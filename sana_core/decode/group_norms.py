@@ -89,19 +89,33 @@ class NormPlan(NamedTuple):
 def decoder_steps(decoder: Module) -> list[Step] | None:
     """Return the steps of `decoder`, or None if it is not the decoder of an AutoencoderKL for images."""
     try:
-        return list(diffusers_steps(decoder) if hasattr(decoder, "conv_norm_out") else comfyui_steps(decoder))
-    except (AttributeError, TypeError, IndexError):
+        has_more = getattr(decoder, "tanh_out", False) or any(len(level.attn) for level in getattr(decoder, "up", ()))
+        steps = list(diffusers_steps(decoder) if hasattr(decoder, "conv_norm_out") else comfyui_steps(decoder))
+    except (AttributeError, TypeError, ValueError, IndexError):
         return None
+    return None if has_more or not all(map(is_known, steps)) else steps
+
+
+def is_known(step: Step) -> bool:
+    """Whether the layers of a step are those of images. Decoders of videos have the same names for other layers."""
+    norm = step.norm
+    if norm is not None and not (isinstance(norm, torch.nn.GroupNorm) and norm.num_groups == GROUPS and norm.affine):
+        return False
+    if isinstance(step, Attention):
+        return True
+    # Layers of videos are subclasses with another convolution inside.
+    is_plain = isinstance(step.conv, torch.nn.Conv2d) and not any(True for _ in step.conv.children())
+    return is_plain and (step.conv.kernel_size, step.conv.padding) == ((3, 3), (1, 1))
 
 
 def diffusers_steps(decoder: Module) -> Iterator[Step]:
     first, last = decoder.mid_block.resnets
     (attention,) = decoder.mid_block.attentions
-    yield Convolution(two_dimensional(decoder.conv_in))
+    yield Convolution(decoder.conv_in)
     yield from residual_block(first, first.conv_shortcut)
     if attention is not None:
         yield Attention(
-            group_norm(attention.group_norm),
+            attention.group_norm,
             partial(on_channels, attention.to_q),
             partial(on_channels, attention.to_k),
             partial(on_channels, attention.to_v),
@@ -112,45 +126,27 @@ def diffusers_steps(decoder: Module) -> Iterator[Step]:
         for resnet in block.resnets:
             yield from residual_block(resnet, resnet.conv_shortcut)
         for upsampler in block.upsamplers or ():
-            yield Convolution(two_dimensional(upsampler.conv), doubles=True)
-    yield Convolution(two_dimensional(decoder.conv_out), group_norm(decoder.conv_norm_out))
+            yield Convolution(upsampler.conv, doubles=True)
+    yield Convolution(decoder.conv_out, decoder.conv_norm_out)
 
 
 def comfyui_steps(decoder: Module) -> Iterator[Step]:
     middle, attention = decoder.mid, decoder.mid.attn_1
-    yield Convolution(two_dimensional(decoder.conv_in))
+    yield Convolution(decoder.conv_in)
     yield from residual_block(middle.block_1, getattr(middle.block_1, "nin_shortcut", None))
-    yield Attention(group_norm(attention.norm), attention.q, attention.k, attention.v, attention.proj_out)
+    yield Attention(attention.norm, attention.q, attention.k, attention.v, attention.proj_out)
     yield from residual_block(middle.block_2, getattr(middle.block_2, "nin_shortcut", None))
     for level in reversed(range(len(decoder.up))):
-        if len(decoder.up[level].attn):
-            raise AttributeError("attention beside the middle")
         for block in decoder.up[level].block:
             yield from residual_block(block, getattr(block, "nin_shortcut", None))
         if level:
-            yield Convolution(two_dimensional(decoder.up[level].upsample.conv), doubles=True)
-    if decoder.tanh_out:
-        raise AttributeError("tanh")
-    yield Convolution(two_dimensional(decoder.conv_out), group_norm(decoder.norm_out))
+            yield Convolution(decoder.up[level].upsample.conv, doubles=True)
+    yield Convolution(decoder.conv_out, decoder.norm_out)
 
 
 def residual_block(block: Module, shortcut: Module) -> Iterator[Step]:
-    yield Convolution(two_dimensional(block.conv1), group_norm(block.norm1), begins=True)
-    yield Convolution(two_dimensional(block.conv2), group_norm(block.norm2), ends=True, shortcut=shortcut)
-
-
-def two_dimensional(conv: Module) -> Module:
-    """Return a 3x3 convolution of images. Raises TypeError for any other, such as those of videos."""
-    if not isinstance(conv, torch.nn.Conv2d) or conv.kernel_size != (3, 3) or conv.padding != (1, 1):
-        raise TypeError(conv)
-    return conv
-
-
-def group_norm(norm: Module) -> Module:
-    """Return a GroupNorm with weights. Raises TypeError for any other norm."""
-    if not isinstance(norm, torch.nn.GroupNorm) or norm.num_groups != GROUPS or not norm.affine:
-        raise TypeError(norm)
-    return norm
+    yield Convolution(block.conv1, block.norm1, begins=True)
+    yield Convolution(block.conv2, block.norm2, ends=True, shortcut=shortcut)
 
 
 def on_channels(layer: Module, x: torch.Tensor) -> torch.Tensor:

@@ -251,11 +251,11 @@ DISTILLED = {model.defaults.sampler: model for model in (*IMAGES.values(), *VIDE
 
 
 def by_scheduler(samplers: Mapping[str, Sampler]) -> dict[tuple[str, int | None], str]:
-    """Return {scheduler: the name of its row}. Raises ValueError if two of `samplers` have the same scheduler."""
+    """Return {scheduler: the name of its row}. Raises InputError if two of `samplers` have the same scheduler."""
     names: dict[tuple[str, int | None], str] = {}
     for name, row in samplers.items():
         if row.scheduler is not None and names.setdefault(row.scheduler, name) != name:
-            raise ValueError(f"{name}: got the scheduler of {names[row.scheduler]}, expected another, or None")
+            raise InputError(f"{name}: got the scheduler of {names[row.scheduler]}, expected another; set it to None")
     return names
 
 

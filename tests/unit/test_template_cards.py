@@ -73,7 +73,7 @@ def test_the_switch_to_the_demo_model_is_the_first_node_after_the_files():
     for name in ("SANA 1K and 2K", "SANA 4K and 8K"):
         (switch,) = nodes_of(name, "SanaNodesModelSwitch")
         assert switch["pos"][1] == min(node["pos"][1] for node in WORKFLOWS[name]["nodes"])
-        assert "in **use**" in note_of(name)
+        assert "in **SANA Model Switch**" in note_of(name)
 
 
 def test_the_note_of_the_video_template_downloads_the_folder_that_its_loader_names():
@@ -81,7 +81,9 @@ def test_the_note_of_the_video_template_downloads_the_folder_that_its_loader_nam
     note = note_of("SANA video from text or image")
     for folder in [name for name, file in DOWNLOADS.items() if file.folder == "diffusers"]:
         repository = DOWNLOADS[folder].url.removeprefix("https://huggingface.co/")
-        assert f"`python -m huggingface_hub.cli.hf download {repository} --local-dir models/diffusers/{folder}`" in note
+        assert (
+            f"> python -m huggingface_hub.cli.hf download {repository} --local-dir models/diffusers/{folder}\n" in note
+        )
     assert loader["widgets_values"][0] in DOWNLOADS
 
 
