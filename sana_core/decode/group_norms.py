@@ -1,4 +1,4 @@
-"""Exact decode with an AutoencoderKL, the VAE of SD, SDXL, SD3, FLUX and PixArt, in bounded memory of the device.
+"""Exact decode with AutoencoderKL, the VAE of SD, SDXL, SD3, FLUX and PixArt, in bounded memory of the device.
 
 Its GroupNorms need the mean and the variance of a whole map, so strips alone give other pixels. Here each convolution
 runs in strips over its whole input before the next one begins. The strips of its output are stored, on the device or in
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ Module = Any  # A layer of diffusers or of ComfyUI. Their annotations do not inc
 # Elements of the largest map of a strip that are tried, the preferred number first. Large strips fill a GPU. On a CPU,
 # a strip should fit into the caches.
 ACCELERATOR_STRIPS = tuple(2**exponent for exponent in range(27, 18, -1))
-CPU_STRIPS = tuple(2**exponent for exponent in range(24, 18, -1))
+CPU_STRIPS = tuple(2**exponent for exponent in range(22, 18, -1))
 # Bytes of a float32, in which means and variances are computed.
 FLOAT32 = 4
 # Each GroupNorm of these decoders has this many groups.
@@ -97,7 +98,7 @@ def decoder_steps(decoder: Module) -> list[Step] | None:
 
 
 def is_known(step: Step) -> bool:
-    """Whether the layers of a step are those of images. Decoders of videos have the same names for other layers."""
+    """Whether a step has the layers of images. Decoders of videos have the same names for other layers."""
     norm = step.norm
     if norm is not None and not (isinstance(norm, torch.nn.GroupNorm) and norm.num_groups == GROUPS and norm.affine):
         return False
@@ -159,33 +160,33 @@ class Map:
 
     def __init__(self, stored: torch.Tensor) -> None:
         self.stored = stored
-        # Of each strip: elements of a group, and means and variances [2, groups].
-        self.moments: list[tuple[int, torch.Tensor]] = []
+        # Copies from and to other memory of the host must wait for each other.
+        self.is_async = stored.device.type == "cpu" and stored.is_pinned()
+        # Means and variances [2, groups, rows] of each strip.
+        self.moments: list[torch.Tensor] = []
 
     def rows(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """Return rows on `device`: a view of the map if it is there, else a copy."""
-        return self.stored[:, :, start:stop].to(device, non_blocking=True)
+        return self.stored[:, :, start:stop].to(device, non_blocking=self.is_async)
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store rows of the output of a step, and note their mean and variance. `rows` may be overwritten."""
-        self.stored[:, :, start : start + rows.shape[2]].copy_(rows, non_blocking=True)
+        self.stored[:, :, start : start + rows.shape[2]].copy_(rows, non_blocking=self.is_async)
         channels = rows.shape[1]
         if channels % GROUPS == 0:
-            grouped = rows.float().reshape(GROUPS, -1)
-            variance, mean = torch.var_mean(grouped, 1, correction=0)
-            self.moments.append((grouped.shape[1], torch.stack([mean, variance])))
+            # By row, because sums of fewer numbers round less.
+            variances, means = torch.var_mean(rows.float().unflatten(1, (GROUPS, -1)), (0, 2, 4), correction=0)
+            self.moments.append(torch.stack([means, variances]))
 
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance [groups] of the whole map, float64 on the CPU."""
-        counts = torch.tensor([count for count, _ in self.moments], dtype=torch.float64)
-        means, variances = torch.stack([moments for _, moments in self.moments]).cpu().double().unbind(1)
-        shares = (counts / counts.sum())[:, None]
-        mean = (shares * means).sum(0)
-        return mean, (shares * (variances + (means - mean) ** 2)).sum(0)
+        means, variances = torch.cat(self.moments, 2).cpu().double()
+        mean = means.mean(1)
+        return mean, (variances + (means - mean[:, None]) ** 2).mean(1)
 
 
 class Norm:
-    """A GroupNorm and SiLU whose mean and variance are those of a whole map."""
+    """A GroupNorm and SiLU with the mean and the variance of a whole map."""
 
     def __init__(self, norm: Module, source: Map, device: torch.device, activates: bool = True) -> None:
         self.eps, self.activates = norm.eps, activates
@@ -212,12 +213,24 @@ class Decode:
     progress: Callable[[int], None]
 
     def store(self, channels: int, height: int, width: int) -> torch.Tensor:
-        """Return memory for a map, on the device or in RAM. A GPU copies from pinned memory without waiting."""
+        """Return memory for a map, on the device or in RAM.
+
+        For a GPU, the rows of a strip are contiguous in it, so that copies from and to pinned memory need not wait. The
+        stream keeps their order. On a CPU, convolutions with channels last would round in another way.
+        """
+        is_cpu = self.device.type == "cpu"
+        options: Json = {
+            "dtype": self.dtype,
+            "memory_format": torch.contiguous_format if is_cpu else torch.channels_last,
+        }
         shape = 1, channels, height, width
         if channels * height * width <= self.plan.resident:
-            return torch.empty(shape, device=self.device, dtype=self.dtype)
-        pinned = self.device.type not in ("cpu", "mps", "meta")
-        return torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
+            return torch.empty(shape, device=self.device, **options)
+        if self.device.type not in ("cpu", "mps", "meta"):
+            # Systems pin only a part of their memory. Windows pins half of it.
+            with suppress(RuntimeError):
+                return torch.empty(shape, pin_memory=True, **options)
+        return torch.empty(shape, **options)
 
     def run(self, steps: list[Step], latents: torch.Tensor, out: torch.Tensor) -> None:
         """Write the image of `latents` [1, C, h, w], on the device, into `out` [1, 3, H, W]."""
@@ -281,15 +294,16 @@ class Decode:
             self.poll()
             rows = x.rows(start, stop, self.device)
             query = tokens(step.query(norm(rows)))[None, None]
-            attended = functional.scaled_dot_product_attention(query, key, value)[0, 0]
-            output.write(start, step.project(attended.T.reshape(1, channels, stop - start, width)).add_(rows))
+            attended = functional.scaled_dot_product_attention(query, key, value)
+            attended = attended.view(1, stop - start, width, channels).movedim(3, 1)
+            output.write(start, step.project(attended).add_(rows))
             del rows, query, attended
         x.moments = output.moments
 
 
 def tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return a map [1, C, h, w] as tokens [h w, C]."""
-    return x[0].flatten(1).T.contiguous()
+    """Return a map [1, C, h, w] as tokens [h w, C], without a copy if its channels are last in memory."""
+    return x[0].movedim(0, 2).flatten(0, 1).contiguous()
 
 
 def strip_rows(step: Convolution, width: int, strip: int) -> int:
@@ -313,8 +327,8 @@ class Stored(NamedTuple):
 def predict(steps: list[Step], latents: tuple[int, int, int], element: int, strip: int, resident: int) -> NormPlan:
     """Return the plan for `latents` (channels, height, width), with its memory. `element`: bytes of a number.
 
-    A step needs its maps and, for a strip, the larger of: a copy of the input and its norm; the norm and the enlarged
-    map; what the convolution reads and writes; the output and what is added to it; the output and its float32.
+    A step needs its maps and, in a strip, the larger of: a copy of the input and its norm; the norm and the enlarged
+    map; input and output of the convolution; the output and the residual; the output and its copy in float32.
     """
     on_device = in_ram = 0
     channels, height, width = latents
@@ -324,8 +338,8 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
             channels = step.norm.num_channels
             filled = min(height, max(1, strip // (channels * width)))
             asked = min(height, query_rows(width, height, channels, strip))
-            # Keys and values. Three maps of the rows that fill them, or five of the rows of queries.
-            beside = element * width * channels * (2 * height + max(3 * filled, 5 * asked))
+            # Keys and values. Two maps of the rows that fill them, or four of the rows of queries.
+            beside = element * width * channels * (2 * height + max(2 * filled, 4 * asked))
             on_device = max(on_device, x.on_device * x.bytes + beside)
             continue
         if step.begins:
@@ -416,7 +430,7 @@ def decode_normed(
 ) -> torch.Tensor:
     """Return the images [B, 3, 8 h, 8 w] of `latents` [B, C, h, w] by the decoder of an AutoencoderKL, on the CPU.
 
-    They are those of `decoder(latents)` within rounding. `max_bytes` bounds the memory on the device of `latents`
+    They equal `decoder(latents)` within rounding. `max_bytes` bounds the memory on the device of `latents`
     beyond weights and latents, and `ram_bytes` the maps in RAM. `progress` receives the done part and the whole of the
     work. `report` receives the plan, time and memory. Raises InputError for NaN, for another kind of decoder, and if no
     plan fits.

@@ -421,7 +421,9 @@ def test_a_distilled_model_has_its_own_settings(tmp_path, folders):
 def test_a_sampler_without_a_scheduler_takes_no_folder_and_a_duplicate_is_refused():
     row = Sampler(SAMPLERS["flow_euler"].sample, SAMPLERS["flow_euler"].schedule)
     assert by_scheduler({**SAMPLERS, "flow_sde": row}) == by_scheduler(SAMPLERS)
-    with pytest.raises(ValueError, match="^flow_sde: got the scheduler of flow_euler, expected another; set it to None$"):
+    with pytest.raises(
+        ValueError, match="^flow_sde: got the scheduler of flow_euler, expected another; set it to None$"
+    ):
         by_scheduler({**SAMPLERS, "flow_sde": row._replace(scheduler=(EULER, None))})
 
 
