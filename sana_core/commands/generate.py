@@ -8,7 +8,7 @@ import json
 from ..batch.pipeline import local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
-from ..checkpoints import Checkpoint, find_part, inspect_checkpoint
+from ..checkpoints import find_part, inspect_checkpoint
 from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
 from ..model.known_models import VIDEOS
@@ -53,9 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from PIL import Image, PngImagePlugin
 
-    checkpoint = inspect_checkpoint(arguments.checkpoint)
-    if checkpoint.is_video or not (arguments.frames is arguments.first is arguments.motion_score is None):
-        run_video(arguments, checkpoint)
+    # Options of a video alone are checked before the files are read.
+    wants_video = not (arguments.frames is arguments.first is arguments.motion_score is None)
+    checkpoint = None if wants_video else inspect_checkpoint(arguments.checkpoint)
+    if checkpoint is None or checkpoint.is_video:
+        run_video(arguments)
         return
 
     specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
@@ -107,7 +109,7 @@ IMAGES_ONLY = {
 }
 
 
-def run_video(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
+def run_video(arguments: argparse.Namespace) -> None:
     """Generate one video and write it. Raises InputError for what only images have."""
     wrong = [name for name, default in IMAGES_ONLY.items() if getattr(arguments, name) != default]
     wrong += ["prompts"] * (len(arguments.prompts) > 1) + ["devices"] * (len(arguments.devices or ()) > 1)
@@ -116,6 +118,7 @@ def run_video(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
     check_writer(arguments.out)
     check_free([arguments.out], arguments.overwrite)
     make_folder(arguments.out.parent)
+    checkpoint = inspect_checkpoint(arguments.checkpoint)
     model = VIDEOS[find_part(checkpoint, "video_transformer").variant]
     width, height = model.size
     size = (

@@ -64,7 +64,7 @@ def test_each_option_of_plan_changes_the_figures_or_is_refused(capsys, mode, opt
 
 # how `generate --frames` takes each option: it is read, or the run refuses it by name
 READ = {"out", "overwrite", "checkpoint", "seed", "frames", "first", "width", "height", "steps", "guidance", "sampler"}
-READ |= {"negative_prompt", "reference", "dtype", "devices"}
+READ |= {"negative_prompt", "motion_score", "reference", "dtype", "devices"}
 REFUSED = {
     "split": [],
     "count": ["2"],
