@@ -10,6 +10,7 @@ The decoder may be that of diffusers' AutoencoderKL, or that of ComfyUI, whose l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -191,7 +192,7 @@ class Norm:
     def __init__(self, norm: Module, source: Map, device: torch.device, activates: bool = True) -> None:
         self.eps, self.activates = norm.eps, activates
         repeated = norm.num_channels // norm.num_groups
-        values = (*(value.repeat_interleave(repeated) for value in source.statistics()), norm.weight, norm.bias)
+        values = (*(value.repeat_interleave(repeated) for value in source.statistics()), *weights_of(norm, device))
         self.values = [value.detach().to(device, torch.float32) for value in values]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,6 +200,19 @@ class Norm:
         mean, variance, weight, bias = self.values
         normed = functional.batch_norm(x, mean, variance, weight, bias, eps=self.eps)
         return functional.silu(normed, inplace=True) if self.activates else normed
+
+
+def weights_of(norm: Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight and bias [C] of a GroupNorm.
+
+    With dynamic VRAM, ComfyUI loads them in the layer's forward alone. There, the norm of 1 and -1 is theirs:
+    weight / sqrt(1 + eps) + bias and -weight / sqrt(1 + eps) + bias.
+    """
+    if not norm.weight.is_meta:
+        return norm.weight, norm.bias
+    ones = torch.ones(1, norm.num_channels, 1, 1, device=device)
+    upper, lower = norm(torch.cat([ones, -ones], 3))[0, :, 0].unbind(1)
+    return (upper - lower) * (0.5 * math.sqrt(1 + norm.eps)), (upper + lower) / 2
 
 
 @dataclass

@@ -94,6 +94,26 @@ def test_maps_in_ram_give_the_same_bits(vae):
     assert torch.equal(*images)
 
 
+def test_norms_that_load_their_weights_in_the_forward_are_equal():
+    """As ComfyUI's are with dynamic VRAM: the parameters of the module have no values."""
+
+    class Lazy(torch.nn.GroupNorm):
+        def forward(self, x):
+            return torch.nn.functional.group_norm(x, self.num_groups, *self.values, self.eps)
+
+    decoder, latents = with_norms(build()).decoder, latents_of(1, 4, 7, 5)
+    with torch.no_grad():
+        expected = decoder(latents)
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.values = module.weight, module.bias
+            module.__class__ = Lazy
+            for name in ("weight", "bias"):
+                meta = torch.nn.Parameter(getattr(module, name).to("meta"), requires_grad=False)
+                setattr(module, name, meta)
+    assert distance(decode_normed(decoder, latents, EVERYTHING, 0), expected) <= CLOSE
+
+
 @pytest.fixture(scope="module")
 def released_steps():
     with fake_accelerators(), torch.device(FIRST):
