@@ -92,6 +92,8 @@ def released(name: str) -> Template:
         **randomized(parts.image(parts.PROMPT)),
         "save": save(("decode", 0), "sana", None, 380),
     }
+    # This column is the longest one.
+    nodes["prompt"] = nodes["prompt"]._replace(room=90)
     columns = "note / Files: file gemma dc-ae | model / Prompt: prompt negative empty | Sampling: sampler decode | save"
     return Template(Graph(nodes, columns))
 
