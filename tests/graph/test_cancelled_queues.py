@@ -7,11 +7,11 @@ from tests.soak.cancelled_queues import run_parts
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_twenty_random_queues_leave_every_model_where_comfyui_lists_it(host):
+def test_thirty_random_queues_leave_every_model_where_comfyui_lists_it(host):
     files = save_files(host)
     try:
-        ended = run_parts(host, parts=2, queues=10, seed=11, gpus=(0, 0, 2))
+        ended = run_parts(host, parts=3, queues=10, seed=11, gpus=(0, 0, 2))
     finally:
         for file in files:
             file.unlink()
-    assert sum(ended.values()) == 20 and ended["interrupted"] and ended["finished"]
+    assert sum(ended.values()) == 30 and ended["interrupted"] and ended["finished"]
