@@ -169,7 +169,8 @@ def test_a_decode_stays_within_its_launches_and_bytes():
 
 
 @pytest.mark.parametrize(
-    "kind, pixels", [("f32c32", 1024), pytest.param("f32c32", 2048, marks=pytest.mark.slow), ("lite", 1024)]
+    "kind, pixels",
+    [("f32c32", 1024), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("f32c32", 2048), ("lite", 1024)))],
 )
 def test_the_planner_chooses_the_plan_with_the_fewest_launches_that_fits(monkeypatch, kind, pixels):
     stages = decoder_stages(counts.autoencoder(kind=kind))
@@ -196,8 +197,8 @@ def test_the_planner_chooses_the_plan_with_the_fewest_launches_that_fits(monkeyp
         partial(counts.step, "1.6B", 1024),
         partial(counts.step, "1.6B", 1024, perturbed=True),
         partial(counts.decode, 1024),
-        partial(counts.decode, 1024, triton=False),
-        partial(counts.decode, 128, smallest=True),
+        pytest.param(partial(counts.decode, 1024, triton=False), marks=pytest.mark.slow),
+        pytest.param(partial(counts.decode, 128, smallest=True), marks=pytest.mark.slow),
         partial(counts.decode, 1024, kind="lite"),
         partial(counts.encode, 1024),
         partial(counts.encode, 128, smallest=True),

@@ -369,8 +369,7 @@ name = "{optimizer}"
             "--out",
             "images",
         ],
-        ["train", "adamw.toml"],
-        pytest.param(["train", "adamw8bit.toml"], marks=pytest.mark.slow),
+        *(pytest.param(["train", f"{name}.toml"], marks=pytest.mark.slow) for name in ("adamw", "adamw8bit")),
     ],
     ids=" ".join,
 )

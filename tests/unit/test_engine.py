@@ -527,7 +527,11 @@ def test_a_script_without_a_main_guard_leaves_no_process_when_it_is_killed(check
 
 
 @pytest.mark.parametrize(
-    "moment", ["at the start", pytest.param("0.3 s later", marks=pytest.mark.slow), "after the first image"]
+    "moment",
+    [
+        *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("at the start", "0.3 s later")),
+        "after the first image",
+    ],
 )
 def test_ctrl_c_ends_a_batch_in_one_line_and_leaves_no_process(checkpoint, tmp_path, moment):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))

@@ -614,7 +614,13 @@ def test_a_wrong_number_of_replicas_is_named_before_memory_is_predicted(monkeypa
         command.run_training(settings, ranks, False, False)
 
 
-@pytest.mark.parametrize("recipe", sorted(file.stem for file in (ROOT / "recipes").glob("*.toml")))
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(file.stem, marks=() if file.stem in ("lora_1024", "lora_bundled") else pytest.mark.slow)
+        for file in sorted((ROOT / "recipes").glob("*.toml"))
+    ],
+)
 def test_each_recipe_is_planned_before_the_download(recipe, capsys):
     """The example of `train --help`. Recipes of the bundled model have their files, all others name a released one."""
     file = ROOT / "recipes" / f"{recipe}.toml"
