@@ -142,7 +142,7 @@ def test_a_gpu_that_hangs_does_not_block_the_empty_cache_of_another_process(chec
 
 # The call of the failing kernel, as a share of the calls of a GPU, and how many calls later it is reported.
 @pytest.mark.parametrize("share, late", [(0.01, 1), (0.1, 40), (0.3, 5), (0.5, 1000), (0.6, 1), (0.8, 1000)])
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize("device", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def test_an_error_that_a_gpu_reports_late_spoils_no_image(checkpoint, healthy, device, share, late):
     """The results after the failing kernel are NaN. The GPU may have been the one that encoded the prompts."""
     expected, calls = healthy

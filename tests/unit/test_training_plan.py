@@ -153,7 +153,11 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
+# Those of which the others are combinations.
+QUICK = ("lora", "lora, dropout, checkpointing", "dora", "full", "lora over 8 bits", "controlnet")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in REAL])
 def test_scaled_models_take_as_much_memory_as_predicted(name):
     case = dict(REAL[name])
     model, loss = case.pop("model", SMALL), Loss(case.pop("loss", FLOW))
