@@ -207,6 +207,8 @@ def controlnet(name: str) -> Template:
         "apply": Node("ControlNetApplyAdvanced", {**links, "image": ("canny", 0), **values}),
         "save": save(("decode", 0), "sana-controlnet", "Result"),
     }
+    # The newest frontend needs the width for the name of the image.
+    nodes["own"] = nodes["own"]._replace(width=295)
     columns = (
         "note / model control empty | Image: own scale canny | edges / Prompt: prompt negative | "
         "ControlNet: apply sampler | decode save"
