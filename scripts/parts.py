@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from workflow import VIDEO_NEGATIVE, Graph, Node, Subgraph
+from workflow import Graph, Node, Subgraph
+
+from sana_core.model.known_models import VIDEO_NEGATIVE
 
 Link = tuple[str, int]
 

@@ -16,7 +16,7 @@ from sana_core.checkpoints.downloads import DOWNLOADS, download_command
 DOWNLOADED = {"SANA Sprint", "SANA video from text or image"}
 # Output nodes. App Mode shows their results.
 SHOWING = ("SaveImage", "SaveVideo", "PreviewImage", "SanaNodesPlan", "SanaNodesDoctor")
-# The lines of a tree of files: an entry, the last entry, and what is left of the entries of a folder.
+# The lines of a tree of files: an entry, the last entry of a folder, and the space before the entries of a folder.
 BRANCH, LAST, BESIDE = "\u251c\u2500\u2500 ", "\u2514\u2500\u2500 ", "\u2502   "
 
 

@@ -19,7 +19,6 @@ from setup import ROOT
 
 sys.path.append(str(ROOT))
 from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
-from sana_core.model.known_models import VIDEO_NEGATIVE as VIDEO_NEGATIVE  # noqa: E402
 
 Json = dict[str, Any]
 NOTE, DYNAMIC = "MarkdownNote", "COMFY_DYNAMICCOMBO_V3"

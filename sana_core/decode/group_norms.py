@@ -1,11 +1,11 @@
-"""Exact decode with AutoencoderKL, the VAE of SD, SDXL, SD3, FLUX and PixArt, in bounded memory of the device.
+"""Exact decode with AutoencoderKL, which SD, SDXL, SD3, FLUX and PixArt have, in bounded memory of the device.
 
 Its GroupNorms need the mean and the variance of a whole map, so strips alone give other pixels. Here each convolution
 runs in strips over its whole input before the next one begins. The strips of its output are stored, on the device or in
 RAM, and their means and variances are added up for the next norm. So the device holds a few strips, and the maps that
 fit beside them.
 
-The decoder may be that of diffusers' AutoencoderKL, or that of ComfyUI, whose layers have the same order.
+The decoder may be from diffusers or from ComfyUI. Both have the layers in the same order.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Decode:
                 rows = rows.add_(added if step.shortcut is None else step.shortcut(added))
                 del added
             target.write(scale * start, rows)
-            self.progress(rows.shape[2] * rows.shape[3] * step.widths[0] * step.widths[1])
+            self.progress(rows.shape[2] * rows.shape[3] * math.prod(step.widths))
             del rows
 
     def attend(self, step: Attention, x: Map) -> None:
@@ -331,6 +331,14 @@ def query_rows(width: int, height: int, channels: int, strip: int) -> int:
     return max(1, strip // (width * max(channels, height * width)))
 
 
+def outputs_of(steps: list[Step], height: int, width: int) -> Iterator[tuple[Convolution, int, int]]:
+    """Yield each convolution with the height and the width of its output, for latents of `height` x `width`."""
+    for step in steps:
+        if isinstance(step, Convolution):
+            height, width = height * (1 + step.doubles), width * (1 + step.doubles)
+            yield step, height, width
+
+
 class Stored(NamedTuple):
     """A map that a plan stores."""
 
@@ -368,13 +376,10 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
         )
         added = 0
         if step.ends and block_input is not None:
-            input_width = inner if step.shortcut is None else step.shortcut.in_channels
-            added = (
-                element
-                * rows
-                * width
-                * ((not block_input.on_device) * input_width + (step.shortcut is not None) * outer)
-            )
+            # A copy of the block's input if it is in RAM, and the output of the shortcut if there is one.
+            copied_width = outer if step.shortcut is None else step.shortcut.in_channels
+            channels = (not block_input.on_device and copied_width) + (step.shortcut is not None and outer)
+            added = element * rows * width * channels
         beside = max(
             copied + normed,
             (normed or copied) + enlarged,
@@ -403,11 +408,8 @@ def choose_plan(steps: list[Step], latents: torch.Tensor, max_bytes: float, ram_
     Maps stay on the device as far as they fit. Raises InputError if no plan fits.
     """
     is_cpu, shape = latents.device.type == "cpu", (latents.shape[1], latents.shape[2], latents.shape[3])
-    sizes, (_, rows, columns) = {0}, shape
-    for step in steps:
-        if isinstance(step, Convolution):
-            rows, columns = rows * (1 + step.doubles), columns * (1 + step.doubles)
-            sizes.add(rows * columns * step.widths[1])
+    outputs = list(outputs_of(steps, *shape[1:]))
+    sizes = {0, *(step.widths[1] * rows * columns for step, rows, columns in outputs)}
     # On a CPU, all maps are in the same memory.
     residents = [max(sizes)] if is_cpu else sorted(sizes, reverse=True)
     strips = CPU_STRIPS if is_cpu else ACCELERATOR_STRIPS
@@ -419,7 +421,8 @@ def choose_plan(steps: list[Step], latents: torch.Tensor, max_bytes: float, ram_
                 plan = make(strip, resident)
                 if plan.device_bytes <= max_bytes and plan.ram_bytes <= ram_bytes:
                     return plan
-    smallest, size = make(strips[-1], residents[-1]), f"{columns} x {rows}"
+    smallest, (_, rows, columns) = make(strips[-1], residents[-1]), outputs[-1]
+    size = f"{columns} x {rows}"
     if smallest.device_bytes > max_bytes:
         least = -(-smallest.device_bytes // 10**6) / 1000
         raise InputError(
@@ -439,15 +442,15 @@ def decode_normed(
     ram_bytes: float,
     *,
     poll: Poll = no_poll,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda computed, total: None,
     report: Json | None = None,
 ) -> torch.Tensor:
     """Return the images [B, 3, 8 h, 8 w] of `latents` [B, C, h, w] by the decoder of an AutoencoderKL, on the CPU.
 
-    They equal `decoder(latents)` within rounding. `max_bytes` bounds the memory on the device of `latents`
-    beyond weights and latents, and `ram_bytes` the maps in RAM. `progress` receives the done part and the whole of the
-    work. `report` receives the plan, time and memory. Raises InputError for NaN, for another kind of decoder, and if no
-    plan fits.
+    They equal `decoder(latents)` within rounding. `max_bytes` bounds the memory of their device beyond the weights
+    and the latents, and `ram_bytes` the maps in RAM. `progress` receives the computed part and the total of the work.
+    `report` receives the plan, time and memory. Raises InputError for NaN, for another kind of decoder, and if no plan
+    fits.
     """
     check_finite("samples", latents)
     steps = decoder_steps(decoder)
@@ -456,19 +459,20 @@ def decode_normed(
     report, started = {} if report is None else report, time.perf_counter()
     events = report.setdefault("events", [])
     plan = choose_plan(steps, latents, max_bytes, ram_bytes)
-    scale = 2 ** sum(isinstance(step, Convolution) and step.doubles for step in steps)
-    count, _, height, width = latents.shape
-    out = torch.empty(count, 3, scale * height, scale * width, dtype=latents.dtype)
-    done, total = 0, count * work_of(steps, height, width)
+    outputs = list(outputs_of(steps, latents.shape[2], latents.shape[3]))
+    count, (_, height, width) = len(latents), outputs[-1]
+    out = torch.empty(count, 3, height, width, dtype=latents.dtype)
+    # Multiplications of the convolutions, by kernel position.
+    computed, total = 0, count * sum(math.prod(step.widths) * rows * columns for step, rows, columns in outputs)
 
     def advance(work: int) -> None:
-        nonlocal done
-        done += work
-        progress(done, total)
+        nonlocal computed
+        computed += work
+        progress(computed, total)
 
     with PeakMemory(latents.device) as peak:
         for image in range(count):
-            start, is_decoded = done, False
+            start, is_decoded = computed, False
             while not is_decoded:
                 try:
                     decode = Decode(plan, latents.device, latents.dtype, poll, advance)
@@ -478,7 +482,7 @@ def decode_normed(
                     if not is_out_of_memory(error):
                         raise
                     release_memory_of(error, latents.device)
-                    done, plan = start, choose_plan(steps, latents, plan.device_bytes - 1, ram_bytes)
+                    computed, plan = start, choose_plan(steps, latents, plan.device_bytes - 1, ram_bytes)
                     events.append(f"ran out of memory; decoded again within {plan.device_bytes / 1e6:.0f} MB")
     report.update(
         plan=plan.words,
@@ -488,13 +492,3 @@ def decode_normed(
         peak_bytes=peak.bytes,
     )
     return out
-
-
-def work_of(steps: list[Step], height: int, width: int) -> int:
-    """Return the multiplications of the convolutions of an image, by kernel position."""
-    work = 0
-    for step in steps:
-        if isinstance(step, Convolution):
-            height, width = height * (1 + step.doubles), width * (1 + step.doubles)
-            work += height * width * step.widths[0] * step.widths[1]
-    return work

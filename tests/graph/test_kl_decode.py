@@ -1,4 +1,4 @@
-"""SANA Decode with the VAEs of other models: the pixels of VAE Decode, in less memory, and what is refused."""
+"""SANA Decode with the VAEs of other models: the pixels of VAE Decode, in less memory, and its refusals."""
 
 import pytest
 import torch

@@ -144,7 +144,7 @@ def test_a_picture_s_attention_does_not_depend_on_its_batch(dtype):
     ],
 )
 @pytest.mark.parametrize(
-    "edges", [(1, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in ((0, 0), (0, 1), (1, 0)))]
+    "edges", [(1, 1), *(pytest.param(sides, marks=pytest.mark.slow) for sides in ((0, 0), (0, 1), (1, 0)))]
 )
 def test_gated_depthwise(dtype, shape, programs, edges, monkeypatch):
     monkeypatch.setattr(bands, "PROGRAMS", programs)

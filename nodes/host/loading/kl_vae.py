@@ -14,7 +14,7 @@ from ....sana_core.decode.group_norms import decode_normed, decoder_steps
 from ....sana_core.errors import InputError
 from ....sana_core.runtime.text import Json
 from ..compat.internals import free_memory
-from .vae import BUDGET, SHARE
+from .vae import BUDGET, SHARE, report_text
 
 
 def has_group_norms(vae: comfy.sd.VAE) -> bool:
@@ -44,24 +44,26 @@ def decode_exactly(
         memory = int(budget_gb * 1e9) or SHARE * manager.get_total_memory(vae.device)
         memory = min(memory, vae.memory_used_decode(samples.shape, vae.vae_dtype))
         manager.load_models_gpu([vae.patcher], memory_required=memory, force_full_load=vae.disable_offload)
-        report: Json = {}
+        reports: list[Json] = []
         latents = samples.to(device=vae.device, dtype=vae.vae_dtype)
-        with exact_decoder(
-            vae.first_stage_model.decoder, int(budget_gb * 1e9) or BUDGET * free_memory(vae.device), report
-        ):
+        max_bytes = int(budget_gb * 1e9) or BUDGET * free_memory(vae.device)
+        with exact_decoder(vae.first_stage_model.decoder, max_bytes, reports):
             pixels = vae.first_stage_model.decode(latents)
         image = vae.process_output(pixels.to(vae.output_device, vae.vae_output_dtype())).movedim(1, -1)
-    measured = "" if vae.device.type == "cpu" else f", {report['peak_bytes'] / 1e6:.0f} MB measured"
-    first = f"decoded in {report['seconds']:.1f} s, peak {report['predicted_bytes'] / 1e6:.0f} MB predicted{measured}"
-    return image, "\n".join([first, *report["events"], report["plan"]])
+    return image, report_text(reports, len(samples), vae.device)
 
 
 @contextmanager
-def exact_decoder(decoder: torch.nn.Module, max_bytes: float, report: Json) -> Iterator[None]:
-    """A context in which `decoder` decodes layer by layer in strips. The VAE's own steps around it stay as they are."""
+def exact_decoder(decoder: torch.nn.Module, max_bytes: float, reports: list[Json]) -> Iterator[None]:
+    """A context in which `decoder` decodes layer by layer in strips, and adds a report for each group of images.
+
+    The VAE's own steps around it stay as they are.
+    """
     bar = comfy.utils.ProgressBar(1)
 
     def forward(z: torch.Tensor, **ignored: object) -> torch.Tensor:
+        # All convolutions run in strips, so there is no number of strips of an image.
+        reports.append({"images": len(z), "strips": 0})
         return decode_normed(
             decoder,
             z,
@@ -69,7 +71,7 @@ def exact_decoder(decoder: torch.nn.Module, max_bytes: float, report: Json) -> I
             BUDGET * comfy.model_management.get_free_memory(torch.device("cpu")),
             poll=comfy.model_management.throw_exception_if_processing_interrupted,
             progress=bar.update_absolute,
-            report=report,
+            report=reports[-1],
         )
 
     decoder.forward = forward
