@@ -74,9 +74,9 @@ RELATIVES = (
     (r"\._?weight[:_.]+(qdata|_data|_scale|zero_point)", "a model that torchao or quanto has quantised"),
 )
 # LongSANA has the tensors of SANA-Video 2B, but its attention and its convolutions over time are causal. 50 steps of
-# SANA-Video would generate noise. This is the class in its config.json.
+# SANA-Video would generate noise. These are the classes in their config.json.
 LONGSANA = "LongSANA, whose layers read earlier frames from a cache that this pack does not have, unlike SANA-Video's"
-CAUSAL_CLASS = "SanaVideoCausalTransformer3DModel"
+CAUSAL_CLASS, VIDEO_CLASS = "SanaVideoCausalTransformer3DModel", "SanaVideoTransformer3DModel"
 # Damaged parts of SANA: a pattern for a tensor's name, the part, and the tensors by which the part is identified.
 DAMAGED = (
     (
@@ -251,7 +251,9 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         inner = classify(inner_names.keys() - {SAVED_CONFIG})
         if len(inner_names) == len(names) and inner[0] not in ("other", "lora"):
             names, (kind, layout, origins) = inner_names, inner
-    is_causal = (config or {}).get("_class_name") == CAUSAL_CLASS or named(LONG, LONG, file)
+    # A class in the configuration is certain, a name is not.
+    stated = next((one.get("_class_name") for one in ((config or {}).get(kind), config) if isinstance(one, dict)), None)
+    is_causal = stated == CAUSAL_CLASS if stated in (CAUSAL_CLASS, VIDEO_CLASS) else named(LONG, LONG, file)
     is_long = kind == "video_transformer" and is_causal
     if is_long:
         kind = "other"
@@ -304,9 +306,11 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
         is_assumed = model.has_twin and config is None
         layers = count(headers, r"transformer_blocks\.(\d+)\.")
         if (width, layers) != (model.width, model.layers):
+            # The tensors of SANA-Video 2.0 do not determine the number of softmax heads.
+            heads = "softmax heads, " if model.is_video2 and config is None else ""
             notes.append(
-                f"{shown(file)}: {layers} layers of width {width}, not {model.layers} of {model.width}; shift, size "
-                f"and frames are of {model.title}"
+                f"{shown(file)}: {layers} layers of width {width}, not {model.layers} of {model.width}; {heads}shift, "
+                f"size and frames are as in {model.title}"
             )
     reference = ""
     if config is not None and config.get("reference") in tuple(RULES):

@@ -344,8 +344,12 @@ def test_names_of_2b_files_tell_longsana(tmp_path_factory):
         for name in plain:
             info = renamed(root / f"{size}.safetensors", root / f"p{size}" / f"{name}.safetensors")
             assert (name, info.variant, info.is_assumed) == (name, f"video-2B-{size}", size == "480p")
-    transformer("480p").save_pretrained(root / "certain")
-    assert not sana_core.inspect_checkpoint(root / "certain").is_assumed
+    # A configuration is certain, whatever the folder is called.
+    transformer("480p").save_pretrained(root / "LongLive" / "certain")
+    convert_checkpoint(root / "LongLive" / "certain", root / "LongLive" / "converted.safetensors")
+    for path in ("certain", "converted.safetensors"):
+        info = sana_core.inspect_checkpoint(root / "LongLive" / path)
+        assert (info.variant, info.is_assumed) == ("video-2B-480p", False)
 
 
 def large_file(path, width, layers, heads):
@@ -386,7 +390,10 @@ def test_a_model_of_another_size_has_its_record_or_is_refused(tmp_path, monkeypa
     assert choose_sampling(config_of(info), None, None, None) == row.defaults
     small = large_file(tmp_path / "small.safetensors", 2560, 16, 20)
     (note,) = sana_core.inspect_checkpoint(small).notes
-    assert "16 layers of width 2560, not 32 of 2560; shift, size and frames are of SANA-Video 2.0 5B 720p" in note
+    assert (
+        "16 layers of width 2560, not 32 of 2560; softmax heads, shift, size and frames are as in SANA-Video 2.0 5B 720p"
+        in note
+    )
 
 
 def preview_config(tmp_path):

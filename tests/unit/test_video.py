@@ -226,6 +226,7 @@ def test_longsana_is_refused_by_name(name, known_by, tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
     else:
         file.rename(folder / "SANA_Video_2B_480p_LongLive.safetensors")
+        (folder / "config.json").write_text("{}")
     (folder.parent / "model_index.json").write_text(json.dumps({"_class_name": "LongSanaVideoPipeline"}))
     info = sana_core.inspect_checkpoint(folder.parent)
     assert [part.kind for part in info.parts] == ["other"]
