@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .batch.best import Backend, Best, Pick, find_best, generate_picks, place_scorer
 from .batch.embeds import Embeds, encoded_prompts
 from .batch.pipeline import Request, SamplingSettings, prepare
-from .batch.plan import FailedImage, ImageInputs, Step, Workload, batch_images, failed_images
+from .batch.plan import FailedImage, ImageInputs, Workload, batch_images, failed_images
 from .batch.progress import OnStatus, WorkerReport, no_status
 from .checkpoints import inspect_checkpoint
 from .checkpoints.checkpoint import Source
@@ -23,50 +22,13 @@ from .model.latents import latent_shape
 from .runtime.text import Json
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from .cluster.connection import ClusterSettings
     from .runtime.folder_lock import Hold
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Fields of `sana_core.batch.pipeline.SamplingSettings`, which documents them."""
-
-    width: int
-    height: int
-    steps: int | None
-    guidance: float | None
-    negative_prompt: str
-    sampler: str | None
-    pag_scale: float
-    pag_blocks: str
-    guidance_interval: tuple[float, float]
-    dtype: str
-    compiled: bool
-    reference: str
-    loras: tuple[tuple[str, float], ...]
-
-
-class InputOptions(TypedDict, total=False):
-    """Inputs of images in addition to prompts and seeds. Only devices of this machine accept them."""
-
-    prompt_embeds: torch.Tensor | None
-    prompt_attention_mask: torch.Tensor | None
-    negative_prompt_embeds: torch.Tensor | None
-    negative_prompt_attention_mask: torch.Tensor | None
-    latents: torch.Tensor | None
-    callback: Callable[[Step], object] | None
-
-
-class Options(SamplingOptions, InputOptions, total=False):
-    """All keyword options of `generate`."""
-
-    best: int | None
-    of: int | None
-    scorer: str | Path | None
-    chunk: int | None
-    say: OnStatus
-    report: Json
+# Inputs of images in addition to prompts and seeds. Only devices of this machine accept them.
+INPUTS = (*Embeds._fields, "latents", "callback")
+OPTIONS = (*SamplingSettings._fields, *INPUTS, "best", "of", "scorer", "chunk", "say", "report")
 
 
 def generate(
@@ -77,7 +39,7 @@ def generate(
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | ClusterSettings | None = None,
     split: bool = False,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> torch.Tensor:
     """Return images [len(prompts) * count, 3, height, width] in [-1, 1], float32 on the CPU.
 
@@ -127,7 +89,7 @@ def generate_best(
     seed: int = 0,
     devices: Sequence[str | torch.device] | None = None,
     cluster: str | ClusterSettings | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> list[Pick]:
     """Return the `best` of `of` images of each prompt that fit it best, the best first: pixels, score and rank.
 
@@ -141,27 +103,25 @@ def generate_best(
     return pick_images(backend, request, best)
 
 
-def find_settings(options: Options) -> SamplingSettings:
+def find_settings(options: Json) -> SamplingSettings:
     """Return the fields of SamplingSettings among `options`. Raises InputError for a name that is no option."""
-    option_names = Options.__annotations__
     for name in options:
-        if name not in option_names:
-            near = difflib.get_close_matches(name, option_names, 1, 0.0)[0]
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, 1, 0.0)[0]
             raise InputError(f"{name:.40}: no option of generate; the nearest is {near}")
-    given: Json = {**options}
-    return SamplingSettings(**{name: given[name] for name in SamplingSettings._fields if name in given})
+    return SamplingSettings(**{name: options[name] for name in SamplingSettings._fields if name in options})
 
 
-def find_best_of(options: Options, count: int) -> Best | None:
+def find_best_of(options: Json, count: int) -> Best | None:
     """Return the options of best of N, or None without them. Raises InputError for options that exclude each other."""
     if options.get("best") is not None:
         refuse_inputs(options, "best")
     return find_best(options.get("best"), options.get("of"), options.get("scorer"), count)
 
 
-def refuse_inputs(options: Options, other: str) -> None:
+def refuse_inputs(options: Json, other: str) -> None:
     """Raise InputError for inputs that an image cannot have beside `other`."""
-    for name in InputOptions.__annotations__:
+    for name in INPUTS:
         if options.get(name) is not None:
             raise InputError(f"{name}: got it with {other}, expected images of prompts; leave one of them out")
 
@@ -173,12 +133,11 @@ def make_request(
     seed: int,
     count: int,
     devices: Sequence[str | torch.device] | None,
-    options: Options,
+    options: Json,
 ) -> Request:
     """Return the checked request. Raises InputError if inputs do not fit the model, the settings or each other."""
     texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
-    inputs: Json = {**options}
-    embeds = Embeds(*map(inputs.get, Embeds._fields))
+    embeds = Embeds(*map(options.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
         if prompts is not None:
             raise InputError("prompt_embeds: got them beside prompts, expected one of both; give None as prompts")

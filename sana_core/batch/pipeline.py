@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 
@@ -55,31 +55,38 @@ LARGEST_STRENGTH = 100.0
 
 
 class SamplingSettings(NamedTuple):
-    """All settings of images except prompt and seed.
+    """All settings of images except prompt and seed, with their help.
 
-    None means the value that the model's authors use: 20 steps, guidance 4.5 and flow_dpmpp_2m, or the values of
-    SANA-Sprint.
+    The options of the commands and the keywords of `generate` are these fields. None means the value that the model's
+    authors use: 20 steps, guidance 4.5 and flow_dpmpp_2m, or the values of SANA-Sprint.
     """
 
-    # Pixels, multiples of 32.
-    width: int = DEFAULT_RESOLUTION
-    height: int = DEFAULT_RESOLUTION
-    steps: int | None = None
-    guidance: float | None = None
-    negative_prompt: str = ""
-    sampler: str | None = None
-    # Scale of perturbed-attention guidance. 0: off.
-    pag_scale: float = 0.0
-    # The blocks that it perturbs, like "8" or "7,8".
-    pag_blocks: str = ""
-    # Guidance is on between these shares of the sampling.
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    dtype: str = "float32"
-    compiled: bool = False
-    # "nvidia" or "diffusers", whose results differ slightly. "auto": decided by the checkpoint's layout.
-    reference: str = AUTO
+    width: Annotated[int, f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}"] = DEFAULT_RESOLUTION
+    height: Annotated[int, f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}"] = DEFAULT_RESOLUTION
+    steps: Annotated[int | None, "default: the model's, such as 20, or 2 for SANA-Sprint"] = None
+    guidance: Annotated[float | None, "default: the model's, such as 4.5"] = None
+    negative_prompt: Annotated[str, "default: none, or NVIDIA's sentence for a video"] = ""
+    sampler: Annotated[
+        str | None, "default: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first"
+    ] = None
+    pag_scale: Annotated[float, "perturbed-attention guidance, 1 to 3; 0 is off"] = 0.0
+    pag_blocks: Annotated[str, "blocks to perturb, like 8 or 7,8"] = ""
+    guidance_interval: Annotated[tuple[float, float], "shares of the sampling between which guidance acts"] = (0.0, 1.0)
+    dtype: Annotated[
+        str,
+        "default: bfloat16 if all devices are accelerators that support it, else float32; float32 with --cluster; "
+        "float16 is for models that were trained for it",
+    ] = "float32"
+    compiled: Annotated[
+        bool,
+        "torch.compile, with CUDA graphs in torch 2.14 or later; may be removed: the next GPU measurement decides "
+        "whether it beats the CUDA graph",
+    ] = False
+    reference: Annotated[
+        str, "whose arithmetic to follow where NVIDIA's code and diffusers' differ; auto: that of the file's layout"
+    ] = AUTO
     # (path, strength) pairs that are merged into the weights. On a cluster the path must exist on every machine.
-    loras: tuple[tuple[str, float], ...] = ()
+    loras: Annotated[tuple[tuple[str, float], ...], "a LoRA for this model; may be given several times"] = ()
 
 
 class ResolvedSettings(SamplingSettings):

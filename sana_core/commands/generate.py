@@ -101,11 +101,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise failures[0]
 
 
-# options that only images have, and their defaults
+# Options that only images have, and their defaults.
 IMAGES_ONLY = {
     **dict.fromkeys(("best", "of", "scorer", "lora", "cluster", "gpus", "resource", "chunk")),
-    **{"count": 1, "split": False, "pag_scale": 0.0, "pag_blocks": "", "guidance_interval": (0.0, 1.0)},
-    **{"compile": False, "gpus_per_worker": 1.0},
+    **dict.fromkeys(("pag_scale", "pag_blocks", "guidance_interval")),
+    **{"count": 1, "split": False, "compile": False, "gpus_per_worker": 1.0},
 }
 
 
@@ -128,14 +128,11 @@ def run_video(arguments: argparse.Namespace) -> None:
     frames = model.frames if arguments.frames is None else arguments.frames
     video_shape(*size, frames, model)
     first = None if arguments.first is None else read_first(arguments.first, size)
-    settings = {
-        name: getattr(arguments, name) for name in ("steps", "guidance", "sampler", "negative_prompt", "motion_score")
-    }
-    settings = {name: value for name, value in settings.items() if value is not None}
+    names = "steps", "guidance", "sampler", "negative_prompt", "motion_score", "reference"
+    settings = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     devices = local_devices(arguments.devices)
     settings |= {"dtype": choose_dtype(arguments, devices), "device": str(devices[0])}
     show_model(checkpoint)
-    shown = arguments.prompts[0], checkpoint, arguments.seed, frames
-    generated = generate_video(*shown, size, first, reference=arguments.reference, **settings)
+    generated = generate_video(arguments.prompts[0], checkpoint, arguments.seed, frames, size, first, **settings)
     write_video(arguments.out, generated, arguments.overwrite, model.rate)
     write_lines(arguments.out)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -15,10 +16,39 @@ from ..checkpoints import Checkpoint
 from ..checkpoints.generation import record_of, scheduler_of
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError
-from ..model.known_models import DEFAULT_RESOLUTION
-from ..model.reference import AUTO, REFERENCE_HELP, REFERENCES
+from ..model.reference import REFERENCES
 from ..runtime.accelerator import has_bf16
-from ..runtime.text import one_line
+from ..runtime.text import Json, one_line
+
+
+def path_of(text: str) -> Path:
+    """Return the path. Refuse an empty path: an unset shell variable would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty path, expected the path of a file or folder")
+    return Path(text)
+
+
+def lora_of(text: str) -> tuple[str, float]:
+    """Parse "file.safetensors=0.8" to file and strength. The default strength is 1."""
+    file, strength = text, 1.0
+    before, separator, after = text.rpartition("=")
+    # A file name may contain "=", too.
+    with suppress(ValueError):
+        file, strength = (before, float(after)) if separator else (text, 1.0)
+    path_of(file)
+    return file, strength
+
+
+# The parser's arguments for fields of SamplingSettings that are not one text or number.
+FORMS: Json = {
+    "guidance_interval": {"type": float, "nargs": 2, "metavar": ("START", "END")},
+    "dtype": {"choices": DTYPES},
+    "compiled": {"action": "store_true"},
+    "reference": {"choices": REFERENCES},
+    "loras": {"type": lora_of, "action": "append", "metavar": "FILE[=STRENGTH]"},
+}
+# Fields whose options have another name.
+FLAGS = {"compiled": "compile", "loras": "lora"}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -42,47 +72,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options whose values `settings_of` reads."""
-    add = parser.add_argument
-    add("--width", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
-    add("--height", type=int, help=f"pixels, a multiple of 32; default: {DEFAULT_RESOLUTION}")
-    add("--steps", type=int, help="default: the model's, such as 20, or 2 for SANA-Sprint")
-    add("--guidance", type=float, help="default: the model's, such as 4.5")
-    add(
-        "--sampler",
-        help="default: flow_dpmpp_2m, scm for SANA-Sprint, or flow_euler for a video with --first",
-    )
-    add("--negative-prompt", help="default: none, or NVIDIA's sentence for a video")
-    add("--pag-scale", type=float, default=0.0, help="perturbed-attention guidance, 1 to 3; 0 is off")
-    add("--pag-blocks", default="", help="blocks to perturb, like 8 or 7,8")
-    add(
-        "--guidance-interval",
-        type=float,
-        nargs=2,
-        default=(0.0, 1.0),
-        metavar=("START", "END"),
-        help="shares of the sampling between which guidance acts",
-    )
-    add(
-        "--lora",
-        type=lora_of,
-        action="append",
-        metavar="FILE[=STRENGTH]",
-        help="a LoRA for this model; may be given several times",
-    )
-    add("--reference", choices=REFERENCES, default=AUTO, help=REFERENCE_HELP)
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="default: bfloat16 if all devices are accelerators that support it, else float32; float32 with --cluster; "
-        "float16 is for models that were trained for it",
-    )
-    add(
-        "--compile",
-        action="store_true",
-        help="torch.compile, with CUDA graphs in torch 2.14 or later; may be removed: the next GPU measurement decides "
-        "whether it beats the CUDA graph",
-    )
+    """Add an option for each field of SamplingSettings. `settings_of` reads them."""
+    for field, hint in get_type_hints(SamplingSettings, include_extras=True).items():
+        kind, text = get_args(hint)
+        # The type in `int | None` is int.
+        form = FORMS.get(field) or {"type": next(iter(get_args(kind)), kind)}
+        parser.add_argument(f"--{FLAGS.get(field, field).replace('_', '-')}", help=text, **form)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -98,13 +93,6 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=AMOUNT]",
         help="cluster only: use machines with this custom Ray resource, of which each process takes AMOUNT",
     )
-
-
-def path_of(text: str) -> Path:
-    """Return the path. Refuse an empty path: an unset shell variable would mean the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("got an empty path, expected the path of a file or folder")
-    return Path(text)
 
 
 def resource_of(text: str) -> tuple[str, float]:
@@ -130,17 +118,6 @@ def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
     return ClusterSettings(arguments.cluster, arguments.gpus, arguments.gpus_per_worker, resources)
 
 
-def lora_of(text: str) -> tuple[str, float]:
-    """Parse "file.safetensors=0.8" to file and strength. The default strength is 1."""
-    file, strength = text, 1.0
-    before, separator, after = text.rpartition("=")
-    # A file name may contain "=", too.
-    with suppress(ValueError):
-        file, strength = (before, float(after)) if separator else (text, 1.0)
-    path_of(file)
-    return file, strength
-
-
 def devices_of(arguments: argparse.Namespace) -> list[torch.device] | None:
     """Return the devices that generate, None for a cluster. It warns of missing devices, so call it once."""
     return None if arguments.cluster is not None else local_devices(arguments.devices)
@@ -158,10 +135,11 @@ def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | No
 
 def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
     """Return the settings of the options. Options without a value keep the defaults of SamplingSettings."""
-    options = {name: value for name, value in vars(arguments).items() if value is not None}
-    settings = {name: options[name] for name in SamplingSettings._fields if name in options}
-    settings |= {"guidance_interval": tuple(arguments.guidance_interval), "dtype": choose_dtype(arguments, devices)}
-    return SamplingSettings(**settings, compiled=arguments.compile, loras=tuple(arguments.lora or ()))
+    values = {field: getattr(arguments, FLAGS.get(field, field)) for field in SamplingSettings._fields}
+    values["dtype"] = choose_dtype(arguments, devices)
+    # The parser makes lists.
+    settings: Json = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
+    return SamplingSettings(**{field: value for field, value in settings.items() if value is not None})
 
 
 def show_model(checkpoint: Checkpoint) -> None:

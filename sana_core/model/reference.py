@@ -21,7 +21,6 @@ AUTO, NVIDIA, DIFFUSERS = "auto", "nvidia", "diffusers"
 REFERENCES = (AUTO, NVIDIA, DIFFUSERS)
 # The prompts of diffusers' pipelines for SANA-Video, which have another instruction.
 DIFFUSERS_VIDEO = "diffusers-video"
-REFERENCE_HELP = "whose arithmetic to follow where NVIDIA's code and diffusers' differ; auto: that of the file's layout"
 
 
 class Reference(NamedTuple):

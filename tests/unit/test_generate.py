@@ -1,5 +1,6 @@
 """From prompt to picture without a host, against diffusers' own pipeline."""
 
+import re
 from typing import get_type_hints
 
 import pytest
@@ -10,9 +11,9 @@ from setup import ROOT
 from tiny import library_pipeline
 
 import sana_core
+from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.errors import InputError
-from sana_core.generate import SamplingOptions
 from sana_core.model.latents import noise_stream
 
 PROMPT = "a red circle on a blue background"
@@ -213,5 +214,12 @@ def test_embeds_that_do_not_fit_are_one_short_error(checkpoint, options, message
         sana_core.generate(None, checkpoint, **inputs)
 
 
-def test_the_options_that_are_typed_are_the_fields_of_settings():
-    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingSettings)
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_every_field_of_the_settings_is_an_option_with_its_help(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for field, hint in get_type_hints(SamplingSettings, include_extras=True).items():
+        flag = {"compiled": "compile", "loras": "lora"}.get(field, field).replace("_", "-")
+        words = " ".join(hint.__metadata__[0].split()[:4])
+        assert re.search(rf"--{flag}\b[^-]* {re.escape(words)}", shown), field
