@@ -717,6 +717,7 @@ def train(recorder: Recorder) -> None:
         "LoRA": {},
         "no checkpointing": {"checkpoint": False},
         "no checkpointing, batch 4": {"checkpoint": False, "batch": 4},
+        "no checkpointing, compiled": {"checkpoint": False},
     }
     for name, changes in list(cases.items())[: 1 if recorder.small else None]:
 
@@ -724,6 +725,10 @@ def train(recorder: Recorder) -> None:
             settings = make_settings(pixels=pixels, method=Method(rank=16), **changes)
             model = transformer(VARIANTS["1.6B"], BF16, pixels).to(recorder.device)
             state = make_trainer(model, 3.0, settings, recorder.device)
+            if name.endswith("compiled"):
+                state.is_compiled = True
+                for block in model.transformer_blocks:
+                    block.compile(dynamic=False)
 
             def load(indices: list[int]) -> Any:
                 batch = fake_batch(len(indices), pixels // 32, BF16)

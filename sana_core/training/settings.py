@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -67,6 +68,15 @@ SCHEDULES_WITH_PARAMETER = ("cosine_with_restarts", "polynomial")
 LOGIT_NORMAL, MODE, UNIFORM = TIMES = ("logit_normal", "mode", "uniform")
 DTYPES = ("float32", "bfloat16")
 FLOW, CONSISTENCY = "flow", "consistency"
+AUTO, ON, OFF = "auto", "on", "off"
+# What compiled blocks need: FSDP gathers the weights of each block, the consistency loss and a base in 8 bits have
+# derivatives that torch does not compile, and the hook of a ControlNet is another one in each step.
+COMPILED = {
+    "method.kind": (*ADAPTERS, "full"),
+    "method.base": ("full",),
+    "loss.kind": (FLOW,),
+    "parallel.kind": (DDP,),
+}
 # Names that Windows reserves for devices, with any ending.
 WINDOWS_NAMES = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
 # Bytes of a name in UTF-8. File systems allow 255 bytes with the ending.
@@ -444,6 +454,13 @@ class TrainingSettings:
         "On: if the GPU's memory needs it, each step computes some values twice. This takes far less memory and up to "
         "twice the time. Off: never.",
     )
+    compile: str = setting(
+        AUTO,
+        "Adapters and full only: compile the model's blocks, so that a step takes less of the CPU's time. This takes "
+        "about a minute for each size of the images. auto: on a CUDA GPU, in runs of many steps.",
+        among(AUTO, ON, OFF),
+        needs=COMPILED,
+    )
     save_every: int = setting(
         500, "Steps between saved states, from which a training resumes. Stopping saves too.", within(1, 10**9)
     )
@@ -458,6 +475,11 @@ class TrainingSettings:
     def uses_autocast(self) -> bool:
         """Whether the trained weights have another precision than the computation."""
         return not self.method.is_adapter and self.method.weights != self.dtype
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether `compile` has an effect."""
+        return all(attrgetter(option)(self) in values for option, values in COMPILED.items())
 
     def source(self, kind: str) -> str:
         """Return the checkpoint that contains the component: "transformer", "text_encoder" or "autoencoder"."""

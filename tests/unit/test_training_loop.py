@@ -372,3 +372,49 @@ def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, 
     assert lines_of(run_settings.out) == lines_of(uninterrupted.out) and same(
         last_state(run_settings.out), last_state(uninterrupted.out)
     )
+
+
+@pytest.fixture(scope="module")
+def compiled(folder, checkpoint, tmp_path_factory):
+    """The settings of a LoRA whose blocks are compiled, and its run of six steps without a stop."""
+    phase = Phase((str(folder / "pictures"),), 128, batch=1, steps=6, learning_rate=1e-3)
+    run = TrainingSettings(
+        str(checkpoint), str(tmp_path_factory.mktemp("compiled") / "whole"), (phase,), cache=str(folder / "cache")
+    )
+    run = check_settings(replace(run, dtype="float32", save_every=2, method=Method(rank=2), compile="on"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trainer.train(run)
+    return run
+
+
+def test_compiled_blocks_learn_as_blocks_that_are_not(compiled, tmp_path):
+    """The captions have many lengths, and the first of the blocks has an input without gradients."""
+    assert torch._dynamo.utils.counters["frames"] == {"total": 2, "ok": 2}
+    assert not torch._dynamo.utils.counters["graph_break"]
+    plain = replace(compiled, out=str(tmp_path / "plain"), compile="off")
+    trainer.train(plain)
+    steps = zip(lines_of(compiled.out), lines_of(plain.out), strict=True)
+    for line, expected in steps:
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
+def test_a_compiled_run_that_was_stopped_goes_on_as_if_it_never_was(compiled, tmp_path):
+    broken = replace(compiled, out=str(tmp_path / "broken"))
+    report, poll = stopping_after(3)
+    with pytest.raises(Stopped):
+        trainer.train(broken, report, poll=poll)
+    trainer.train(broken)
+    assert lines_of(broken.out) == lines_of(compiled.out)
+    assert same(last_state(broken.out), last_state(compiled.out))
+
+
+def test_without_a_compiler_a_run_goes_on(compiled, tmp_path, caplog):
+    plain, broken = (replace(compiled, out=str(tmp_path / name), compile=name) for name in ("off", "on"))
+    trainer.train(plain)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("missing-compiler",), "force_disable_caches": True}):
+        trainer.train(broken)
+    assert [text for text in caplog.messages if text.startswith("compile: ")]
+    assert same(last_state(broken.out), last_state(plain.out))

@@ -228,6 +228,7 @@ UNUSED = {
     "validation.steps": ("steps = 4", "got 4 without validation.prompts"),
     "validation.guidance": ("guidance = 3", "got 3.0 without validation.prompts"),
     "validation.control": ("every = 9\nprompts = 'x'\ncontrol = 'a'", "got .* without method.kind controlnet"),
+    "compile": ("[method]\nkind = 'controlnet'", 'got "on" without method.kind lora, dora, lokr or full'),
     "trigger": ("[method]\nkind = 'full'", 'got "my style" without method.kind lora, dora or lokr'),
 }
 
@@ -241,7 +242,8 @@ def test_a_setting_that_the_other_settings_ignore_is_refused(tmp_path, setting):
     elif table:
         text, name = f"{WHOLE}[{table}]\n{text}", setting
     else:
-        text = f'{name} = "my style"\n{WHOLE}{text}'
+        value = "on" if name == "compile" else "my style"
+        text = f'{name} = "{value}"\n{WHOLE}{text}'
     with pytest.raises(InputError, match=rf"^run.toml: {name}: {expected}, where it does nothing; set that, or remove"):
         read_settings(write(tmp_path, text))
 
