@@ -129,11 +129,10 @@ def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Samp
     ]
     for sample in itertools.islice(itertools.cycle(prior), len(samples)):
         samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
-    resolutions = (phase.resolution, *phase.resolutions)
+    resolutions, sizes = (phase.resolution, *phase.resolutions), {sample.size for sample in samples}
+    buckets = {(size, resolution): choose_bucket(size, resolution) for size in sizes for resolution in resolutions}
     return [
-        sample._replace(bucket=choose_bucket(sample.size, resolution))
-        for resolution in resolutions
-        for sample in samples
+        sample._replace(bucket=buckets[sample.size, resolution]) for resolution in resolutions for sample in samples
     ]
 
 

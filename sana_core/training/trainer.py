@@ -421,6 +421,8 @@ class Trainer:
         pays = self.device.type == "cuda" and steps >= STEPS_PER_COMPILE * len(sizes)
         if settings.compile == AUTO and not ranks.broadcast(pays):
             return
+        progress = self.on_progress if ranks.first else ignore
+        progress("compiling the model", 0, 1)
         microbatches, _ = self.loader.load(self.progress)
         blocks = self.transformer.transformer_blocks
         for block in blocks:
@@ -433,6 +435,7 @@ class Trainer:
             reason = f"{type(error).__name__}: {first_line(error)}"
         self.optimizer.zero_grad()
         (failed,) = ranks.total(float(bool(reason)))
+        progress("compiling the model", 1, 1)
         if failed:
             self.is_compiled = False
             for block in blocks:
