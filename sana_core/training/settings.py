@@ -457,7 +457,7 @@ class TrainingSettings:
     compile: str = setting(
         AUTO,
         "Adapters and full only: compile the model's blocks, so that a step takes less of the CPU's time. This takes "
-        "about a minute for each size of the images. auto: on a CUDA GPU, in runs of many steps.",
+        "about a minute for each size of the images. auto: on a GPU, in runs of many steps.",
         among(AUTO, ON, OFF),
         needs=COMPILED,
     )

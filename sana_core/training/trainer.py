@@ -418,7 +418,7 @@ class Trainer:
             return
         sizes = {phase.samples[index].bucket for phase in self.data for index in phase.learned}
         steps = schedule.all_steps_left(settings, self.loader.steps_per_epoch, self.progress)
-        pays = self.device.type == "cuda" and steps >= STEPS_PER_COMPILE * len(sizes)
+        pays = self.device.type not in ("cpu", "mps") and steps >= STEPS_PER_COMPILE * len(sizes)
         if settings.compile == AUTO and not ranks.broadcast(pays):
             return
         progress = self.on_progress if ranks.first else ignore

@@ -1,10 +1,17 @@
 """Decodes with the VAE of SD, SD3 and FLUX, layer by layer in strips: the pixels, the memory, and the refusals."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL
 from fake_accelerator import FIRST, Counter, fake_accelerators
+from PIL import Image
+from safetensors.torch import save_file
 
+from sana_core.__main__ import main
 from sana_core.decode import group_norms
 from sana_core.decode.group_norms import choose_plan, decode_normed, decoder_steps, predict
 from sana_core.errors import InputError
@@ -192,3 +199,48 @@ def test_ram_that_is_missing_is_named(released_steps):
         latents = torch.empty(1, 16, 512, 512, dtype=torch.bfloat16, device=FIRST)
     with pytest.raises(InputError, match=r"^samples: .* of 4096 x 4096, whose decode needs 1\d.\d GB of RAM"):
         choose_plan(released_steps, latents, 2e9, 1e9)
+
+
+@pytest.fixture
+def files(vae, tmp_path, monkeypatch):
+    """A folder with a pipeline's VAE, and the latents of two images."""
+    monkeypatch.chdir(tmp_path)
+    vae.save_pretrained("pixart/vae")
+    save_file({"latents": latents_of(2, 4, 9, 6)}, "two.safetensors")
+
+
+@pytest.mark.parametrize("folder", ["pixart", "pixart/vae"])
+def test_the_command_writes_the_images_of_diffusers(vae, files, folder, capsys):
+    assert main(["decode", "two.safetensors", "--vae", folder, "--max-gb", "0.01", "--report"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    with torch.no_grad():
+        expected = vae.decode(latents_of(2, 4, 9, 6)).sample.clamp(-1, 1)
+    for picture, path in zip(expected, lines[::2], strict=True):
+        pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
+        assert (pixels - (picture + 1) * 127.5).abs().max() <= 0.52
+    assert json.loads(lines[1])["plan"].startswith("layer by layer in strips")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vae", "gone"], "gone"),
+        (["--vae", "dc-ae"], "has AutoencoderDC, expected AutoencoderKL; give SANA's VAE by --checkpoint instead"),
+        (["--vae", "half"], "vae: half cannot be loaded ("),
+        (["--vae", "pixart", "--method", "tiles"], "method: got tiles with vae, expected auto or strips; leave it out"),
+        (["--vae", "pixart", "--max-gb", "0.000001"], "budget"),
+    ],
+)
+def test_the_command_refuses_in_one_line(files, options, message, capsys):
+    for name, kind in (("dc-ae", "AutoencoderDC"), ("half", "AutoencoderKL")):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"_class_name": kind}))
+    assert main(["decode", "two.safetensors", *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not list(Path().glob("output/*"))
+
+
+def test_the_command_refuses_latents_of_another_vae(files, capsys):
+    build(channels=16).save_pretrained("flux")
+    assert main(["decode", "two.safetensors", "--vae", "flux"]) == 1
+    assert "latents: got 4 channels, expected 16; use the VAE of the model" in capsys.readouterr().err

@@ -23,10 +23,12 @@ BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", "get_class_from_dynamic_module"}
 # These classes choose another class by a name in a folder's JSON.
 CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
-# (file, function, method) of the calls that a reader has checked. Both build a class that this package names, from a
-# configuration that `check_config` has read, and read no file.
+# (file, function, method) of the calls that a reader has checked. The first builds a class that this package names,
+# from a configuration that `check_config` has read, and reads no file. The second reads safetensors of the class that it
+# names, whose configuration has no code and no quantiser.
 CHECKED_LOOKUPS = {
     ("sana_core/checkpoints/load.py", "build_module", "from_config"),
+    ("sana_core/commands/decode.py", "load_kl_autoencoder", "from_pretrained"),
 }
 
 # (module, name): where text could leave without passing through `one_line` of sana_core/runtime/text.py.
