@@ -18,6 +18,7 @@ from adapted import save_adapter
 from bounded import bounded
 from checkpoints import TINY
 from clips import save_clip
+from diffusers import AutoencoderKL
 from pictures import write_pictures
 from safetensors.torch import load_file, save_file
 
@@ -58,6 +59,7 @@ MODES = {
     "decode": {
         "automatic": "LATENTS --checkpoint TINY",
         "one file": "LATENT --checkpoint TINY --out image.tif",
+        "another VAE": "KL_LATENT --vae KL",
         **{method: f"LATENTS --checkpoint TINY --method {method}" for method in decode.METHODS if method != "auto"},
     },
     "train": {"a run": "SETTINGS", "a plan": "SETTINGS --plan", "a plan for a GPU": "SETTINGS --plan --card 8"},
@@ -112,6 +114,7 @@ OPTIONS = {
     "batch": SAMPLING | {"out_shared": "--out-shared", "report": "--report"},
     "decode": {
         "checkpoint": "--checkpoint OTHER",
+        "vae": "--vae OTHER",
         "out": "--out elsewhere",
         "overwrite": "--overwrite",
         "method": "--method tiles",
@@ -198,6 +201,9 @@ def inputs(tmp_path_factory):
     latents = torch.randn(2, 32, 3, 2, generator=torch.Generator().manual_seed(0))
     save_file({"latents": latents}, folder / "latents.safetensors")
     save_file({"latents": latents[:1]}, folder / "latent.safetensors")
+    save_file({"latents": latents.new_ones(1, 4, 48, 48)}, folder / "kl.safetensors")
+    blocks = {"up_block_types": ("UpDecoderBlock2D",) * 3, "down_block_types": ("DownEncoderBlock2D",) * 3}
+    AutoencoderKL(latent_channels=4, block_out_channels=(32, 32, 32), **blocks).save_pretrained(folder / "kl")
     write_pictures(folder / "images", 2)
     for seed in range(2):
         save_clip(folder / f"clip{seed}", seed)
@@ -223,6 +229,8 @@ def inputs(tmp_path_factory):
         "PROMPTS": folder / "prompts.txt",
         "LATENTS": folder / "latents.safetensors",
         "LATENT": folder / "latent.safetensors",
+        "KL": folder / "kl",
+        "KL_LATENT": folder / "kl.safetensors",
         "FIRST": first,
         "SECOND": second,
         "SETTINGS": folder / "run.toml",
@@ -254,7 +262,7 @@ def work(monkeypatch):
     calls = []
     local_workers, run = local.local_workers, local.Run
     write_video = generate.write_video
-    load_on, decode_split, decode_to_file = split.load_on, split.decode_split, decode.decode_to_file
+    load_on, decode_split = split.load_on, split.decode_split
 
     def workers(devices, checkpoint):
         calls.append(f"workers on {devices}")
@@ -273,10 +281,13 @@ def work(monkeypatch):
         calls.append("an image that is shared")
         return decode_split(*options)
 
-    def decode_file(*options):
-        report = decode_to_file(*options)
-        calls.append(str({name: value for name, value in report.items() if name not in ("seconds", "peak_bytes")}))
-        return report
+    def decoding(decode_file):
+        def decode_and_note(*options):
+            report = decode_file(*options)
+            calls.append(str({name: value for name, value in report.items() if name not in ("seconds", "peak_bytes")}))
+            return report
+
+        return decode_and_note
 
     def write(path, frames, *options):
         # The encoder's threads decide some bits of the file.
@@ -297,7 +308,8 @@ def work(monkeypatch):
     monkeypatch.setattr(local, "Run", chunks)
     monkeypatch.setattr(split, "load_on", load)
     monkeypatch.setattr(split, "decode_split", decode_shared)
-    monkeypatch.setattr(decode, "decode_to_file", decode_file)
+    for name in ("decode_to_file", "decode_normed_to_file"):
+        monkeypatch.setattr(decode, name, decoding(getattr(decode, name)))
     monkeypatch.setattr(generate, "write_video", write)
     monkeypatch.setattr(sana_core.cluster.batch, "generate_on_cluster", generate_on_cluster)
     monkeypatch.setattr(torch, "compile", compiled)

@@ -24,8 +24,8 @@ LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", 
 # These classes choose another class by a name in a folder's JSON.
 CHOOSERS = re.compile(r"Auto[A-Z]\w+|DiffusionPipeline|pipeline")
 # (file, function, method) of the calls that a reader has checked. The first builds a class that this package names,
-# from a configuration that `check_config` has read, and reads no file. The second reads safetensors of the class that it
-# names, whose configuration has no code and no quantiser.
+# from a configuration that `check_config` has read, and reads no file. The second reads safetensors of the class that
+# it names, whose configuration has no code and no quantiser.
 CHECKED_LOOKUPS = {
     ("sana_core/checkpoints/load.py", "build_module", "from_config"),
     ("sana_core/commands/decode.py", "load_kl_autoencoder", "from_pretrained"),
