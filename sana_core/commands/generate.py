@@ -18,6 +18,7 @@ from ..runtime.text import Json, get_logger, write_lines
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
+from .edit import EDIT_HELP, edits, run_edit
 from .options import (
     add_sampling_options,
     choose_dtype,
@@ -46,6 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--frames", type=int, help="frames of the video; default: the model's; --out is its file, as clip.mp4"
     )
     parser.add_argument("--first", type=path_of, help="the image that the video begins with")
+    parser.add_argument("--edit", type=path_of, help=EDIT_HELP)
+    parser.add_argument("--image-guidance", type=float, help="how closely an edit keeps the image; default: 1.2")
     parser.add_argument("--motion-score", type=int, help="of the video; default: 10, or 20 for 2.0; 0: none")
     add_sampling_options(parser)
 
@@ -58,6 +61,9 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint = None if wants_video else inspect_checkpoint(arguments.checkpoint)
     if checkpoint is None or checkpoint.is_video:
         run_video(arguments)
+        return
+    if edits(arguments, checkpoint):
+        run_edit(arguments, checkpoint)
         return
 
     specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
