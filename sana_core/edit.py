@@ -86,7 +86,7 @@ def edit_images(
     assert models.autoencoder is not None
     scale, inputs = latent_scale(info), ImageInputs()
     if image is not None:
-        pixels = resize(image, (resolved.width, resolved.height))[None].to(device) / 127.5 - 1
+        pixels = resize(image, (resolved.width, resolved.height))[None].to(device) / 255 * 2 - 1
         latents = encode_images(models.autoencoder, pixels.to(safe)).float() * scale
         inputs = ImageInputs(edit=EditImage(latents, image_guidance))
     images = []

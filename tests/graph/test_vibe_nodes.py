@@ -1,0 +1,140 @@
+"""VIBE on the canvas: the command line's images, by SANA Sampler, KSampler and core's own nodes for edits."""
+
+import shutil
+
+import pytest
+import torch
+import vibe_models
+from in_process import NodeError
+
+import sana_core
+from sana_core.batch.pipeline import SamplingSettings
+
+TEXT, STEPS, NAME = "make it winter", 4, "VIBE-Image-Edit"
+BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(host):
+    folder = host.models / "diffusers" / NAME
+    vibe_models.save_vibe(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def image():
+    rows = torch.randint(256, (1, 3, 7, 9), generator=torch.Generator().manual_seed(5)) / 255
+    return (torch.nn.functional.interpolate(rows, (416, 608), mode="bilinear") * 255).round()[0].byte()
+
+
+@pytest.fixture
+def build(folder, image):
+    """A function of overrides: the graph from the folder and an image to the edit."""
+
+    def graph(node="SanaNodesSampler", image_guidance=1.2, model=("load", 0), **inputs):
+        given = image.movedim(0, -1)[None] / 255
+        links = {"clip": ["load", 1], "vae": ["load", 2], "image": ["image", 0]}
+        conds = {"model": list(model), "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
+        sampling = {"seed": 3, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
+        return {
+            "load": ("SanaNodesLoader", {"model": NAME}),
+            "image": ("AnyValue", {"value": given}),
+            "edit": ("SanaNodesEdit", {**links, "text": TEXT, "image_guidance": image_guidance}),
+            "sample": (node, {**conds, **sampling, **inputs}),
+            "decode": ("VAEDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),
+            "catch image": ("Catch", {"value": ["decode", 0], "name": "image"}),
+            "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
+        }
+
+    return graph
+
+
+def by_command(folder, image, image_guidance=1.2, **changes):
+    settings = SamplingSettings(steps=STEPS, **changes)
+    return sana_core.edit_images(TEXT, folder, image, 3, settings=settings, image_guidance=image_guidance)
+
+
+def shown(caught):
+    return caught["image"].movedim(-1, 1) * 2 - 1
+
+
+@pytest.mark.parametrize(("guidance", "image_guidance"), [(4.5, 1.2), (4.5, 0.5), (1.0, 1.2)])
+def test_the_canvas_edits_as_the_command_line(host, build, folder, image, guidance, image_guidance):
+    caught = host.run(build(guidance=guidance, image_guidance=image_guidance))
+    expected = by_command(folder, image, image_guidance, guidance=guidance)
+    assert (shown(caught) - expected).abs().max() <= BOUND
+
+
+def test_core_nodes_make_the_same_edit(host, build, image):
+    ours = host.run(build())["latent"]["samples"]
+    graph = build()
+    graph |= {
+        "positive": ("CLIPTextEncode", {"clip": ["load", 1], "text": TEXT}),
+        "pixels": ("VAEEncode", {"pixels": ["image", 0], "vae": ["load", 2]}),
+        "empty": ("CLIPTextEncode", {"clip": ["load", 1], "text": ""}),
+        "middle": ("ReferenceLatent", {"conditioning": ["empty", 0], "latent": ["pixels", 0]}),
+        "noise": ("RandomNoise", {"noise_seed": 3}),
+        "guider": (
+            "DualCFGGuider",
+            {
+                "model": ["load", 0],
+                "cond1": ["edit", 0],
+                "cond2": ["middle", 0],
+                "negative": ["empty", 0],
+                "cfg_conds": 4.5,
+                "cfg_cond2_negative": 1.2,
+                "style": "regular",
+            },
+        ),
+        "select": ("SanaNodesSamplerSelect", {"sampler": "flow_dpmpp_2m"}),
+        "sigmas": (
+            "SanaNodesScheduler",
+            {"model": ["load", 0], "sampler": "flow_dpmpp_2m", "steps": STEPS, "denoise": 1.0},
+        ),
+        "sample": (
+            "SamplerCustomAdvanced",
+            {
+                "noise": ["noise", 0],
+                "guider": ["guider", 0],
+                "sampler": ["select", 0],
+                "sigmas": ["sigmas", 0],
+                "latent_image": ["edit", 2],
+            },
+        ),
+    }
+    theirs = host.run(graph)["latent"]["samples"]
+    assert (ours - theirs).abs().max() <= 5e-5
+
+
+def test_guidance_nodes_work_on_edits(host, build, folder, image):
+    graph = build(model=("limit", 0))
+    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})
+    graph["limit"] = ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.2, "end": 0.9})
+    caught = host.run(graph)
+    changes = {"pag_scale": 2.0, "pag_blocks": "1", "guidance_interval": (0.2, 0.9)}
+    assert (shown(caught) - by_command(folder, image, **changes)).abs().max() <= BOUND
+
+
+def test_without_an_image_core_nodes_generate(host, build, folder):
+    graph = build()
+    graph["positive"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": TEXT})
+    graph["empty"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": ""})
+    graph["latent"] = ("SanaNodesEmptyLatent", {"width": 128, "height": 96, "batch_size": 1})
+    links = {"positive": ["positive", 0], "negative": ["empty", 0], "latent_image": ["latent", 0]}
+    graph["sample"] = ("SanaNodesSampler", {**graph["sample"][1], **links})
+    expected = by_command(folder, None, width=128, height=96)
+    assert (shown(host.run(graph)) - expected).abs().max() <= BOUND
+
+
+def test_wrong_inputs_are_one_line(host, build):
+    graph = build()
+    graph["load other"] = ("SanaNodesLoader", {"model": "sana-tiny"})
+    graph["edit"][1]["clip"] = ["load other", 1]
+    with pytest.raises(NodeError, match="clip: got SanaTextModel, expected VIBE's Qwen3-VL"):
+        host.run(graph)
+    graph = build()
+    graph["latent"] = ("SanaNodesEmptyLatent", {"width": 128, "height": 96, "batch_size": 1})
+    graph["sample"][1]["latent_image"] = ["latent", 0]
+    with pytest.raises(NodeError, match="got images with latents of .* expected one like"):
+        host.run(graph)
