@@ -195,7 +195,7 @@ def test_the_command_line_writes_the_edit_in_the_size_of_the_image(vibe, tmp_pat
         (["--negative-prompt", "x"], "negative_prompt: got it for VIBE"),
         (["--width", "512"], "width: got it for VIBE"),
         (["--split"], "split: got it for VIBE"),
-        (["--image-guidance", "-1"], "image_guidance: got -1"),
+        *((["--image-guidance", value], f"image_guidance: got {value}") for value in ("-1.0", "100.5", "nan", "inf")),
     ],
 )
 def test_other_options_are_one_line(vibe, tmp_path, capsys, options, message):
