@@ -65,6 +65,13 @@ def head(seed=0, **sizes) -> Head:
     for parameter in module.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
+    return rounded(module)
+
+
+def rounded(module):
+    """Round the weights to bf16, in which ComfyUI stores text encoders for a GPU."""
+    for parameter in module.parameters():
+        parameter.copy_(parameter.bfloat16())
     return module
 
 
@@ -140,7 +147,7 @@ def qwen(fast):
             parameter.add_(0.1 * torch.randn_like(parameter))
         else:
             parameter.normal_(std=0.5 if "embed" in name else parameter[0].numel() ** -0.5)
-    return model
+    return rounded(model)
 
 
 def save_transformer(folder: Path, model: SanaTransformer2DModel, edit_head: Head, kind: str = "channel_cat") -> Path:

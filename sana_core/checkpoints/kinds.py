@@ -200,7 +200,7 @@ CHECKPOINT_KINDS = {
         config=no_qwen_config,
     ),
     "edit_head": CheckpointKind(
-        title="edit head",
+        title="VIBE edit head",
         wanted="VIBE's edit head",
         remedy="get VIBE-Image-Edit from iitolstykh on Hugging Face, whole",
         roots=frozenset({"meta_queries", "input_proj", "attn_blocks", "output_proj"}),

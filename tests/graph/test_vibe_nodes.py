@@ -107,6 +107,54 @@ def test_core_nodes_make_the_same_edit(host, build, image):
     assert (ours - theirs).abs().max() <= 5e-5
 
 
+@pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
+def test_an_edit_is_the_same_with_little_memory(host, build, short_memory, state):
+    expected = host.run(build())["latent"]["samples"]
+    short_memory(state)
+    assert (host.run(build())["latent"]["samples"] - expected).abs().max() <= BOUND
+
+
+def test_a_bare_transformer_makes_the_same_edit(host, build, folder):
+    file = host.models / "diffusion_models" / "vibe.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    shutil.copy(folder / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    shutil.copy(folder / "transformer" / "config.json", file.with_name("config.json"))
+    try:
+        graph = build(model=("bare", 0))
+        graph["bare"] = ("SanaNodesModelLoader", {"model_name": file.name})
+        latents = host.run(graph)["latent"]["samples"]
+    finally:
+        file.unlink()
+        file.with_name("config.json").unlink()
+    assert torch.equal(latents, host.run(build())["latent"]["samples"])
+
+
+def test_a_saved_model_makes_the_same_edit(host, build):
+    # ComfyUI writes the graph into the file, and no tensor.
+    white = ("EmptyImage", {"width": 608, "height": 416, "batch_size": 1, "color": 0xFFFFFF})
+    graph = {**build(), "image": white}
+    graph["save"] = ("ModelSave", {"model": ["load", 0], "filename_prefix": "vibe"})
+    expected = host.run(graph)["latent"]["samples"]
+    (file,) = host.output.glob("vibe*.safetensors")
+    target = host.models / "diffusion_models" / "saved-vibe.safetensors"
+    target.parent.mkdir(exist_ok=True)
+    shutil.move(file, target)
+    try:
+        graph = {**build(model=("saved", 0)), "image": white}
+        graph["saved"] = ("SanaNodesModelLoader", {"model_name": target.name})
+        assert torch.equal(host.run(graph)["latent"]["samples"], expected)
+    finally:
+        target.unlink()
+
+
+def test_a_quantised_model_edits_nearly_the_same(host, build):
+    expected = host.run(build())["latent"]["samples"]
+    graph = build()
+    graph["load"][1]["quantise"] = "int8"
+    latents = host.run(graph)["latent"]["samples"]
+    assert 0 < (latents - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
 def test_guidance_nodes_work_on_edits(host, build, folder, image):
     graph = build(model=("limit", 0))
     graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})

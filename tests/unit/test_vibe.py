@@ -16,6 +16,7 @@ from PIL import Image
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings
+from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.load import find_part, load_instruction_reader, load_part
 from sana_core.edit import edit_size
 from sana_core.model.instruction import encode_instruction, image_patches
@@ -209,6 +210,8 @@ def test_what_does_not_fit_is_refused(vibe, checkpoint, tmp_path):
     image = pixels(photo(64, 64))
     with pytest.raises(ValueError, match="expected VIBE 1.6B to edit images"):
         sana_core.edit_images(TEXT, checkpoint, image)
+    with pytest.raises(ValueError, match="VIBE-Image-Edit: got a SANA pipeline .* expected a SANA model"):
+        convert_checkpoint(vibe[0], tmp_path / "vibe.safetensors")
     with pytest.raises(ValueError, match="checkpoint: got VIBE"):
         sana_core.generate(TEXT, vibe[0])
     with pytest.raises(ValueError, match="text: got <|image_pad|>"):
