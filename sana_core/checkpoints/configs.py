@@ -63,7 +63,7 @@ def architecture(headers: Headers) -> Architecture:
 
 
 def out_channels(headers: Headers) -> int:
-    """Return the channels of a transformer's output. A ControlNet, which has none, has those of its input."""
+    """Return the channels of a transformer's output. For a ControlNet, the channels of its input."""
     _, channels, *patch = headers["patch_embed.proj.weight"].shape
     last = headers.get("proj_out.weight")
     return last.shape[0] // math.prod(patch) if last is not None and last.shape else channels

@@ -63,8 +63,8 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
         if part.kind == "qwen3_vl":
             from transformers import Qwen3VLConfig
 
-            for field, known in (("text_config", QWEN_TEXT_FIELDS), ("vision_config", QWEN_VISION_FIELDS)):
-                config[field] = {key: value for key, value in config[field].items() if key in known}
+            for field, fields in (("text_config", QWEN_TEXT_FIELDS), ("vision_config", QWEN_VISION_FIELDS)):
+                config[field] = {key: value for key, value in config[field].items() if key in fields}
             with empty_parameters():
                 return cls(Qwen3VLConfig(**config, attn_implementation="sdpa"))
         if part.kind == "text_encoder":

@@ -86,7 +86,7 @@ def patterns(value: object) -> bool:
 
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
-# VIBE's fields in addition to those of SANA's transformer
+# Fields of VIBE's transformer that SANA's does not have.
 EDIT_FIELDS = (
     *("input_condition_type", "edit_head_input_dim", "edit_head_stacks_num"),
     *("num_meta_queries", "meta_queries_dim"),

@@ -103,7 +103,7 @@ def encode_instruction(
         length += len(merged) - 1
         tokens = torch.arange(rows * columns)
         cells = torch.stack([torch.zeros_like(tokens), tokens // columns, tokens % columns])
-        # The image takes as many positions as its longer side has tokens.
+        # The image takes one position for each token of its longer side.
         after = torch.arange(length - place - len(merged)) + place + max(rows, columns)
         positions = torch.cat([positions[:, :place], place + cells, after.expand(3, -1)], 1)
         mask = torch.zeros(1, length, dtype=torch.bool, device=device)

@@ -199,7 +199,7 @@ def denoiser(
 
 
 def image_shift(without_text: torch.Tensor, without_image: torch.Tensor, guidance: float) -> torch.Tensor:
-    """Return what image guidance adds to the x0 of the passes with and without text, before these are combined.
+    """Return the shift by image guidance of the x0 of the passes with and without text, before these are combined.
 
     With VIBE's names: v = v_none + g (v_text - v_image) + i (v_image - v_none) is the usual guidance of v_image and
     v_text, both shifted by (1 - i) (v_none - v_image).

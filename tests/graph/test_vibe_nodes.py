@@ -33,13 +33,12 @@ def build(folder, image):
     """A function of overrides: the graph from the folder and an image to the edit."""
 
     def graph(node="SanaNodesSampler", image_guidance=1.2, model=("load", 0), **inputs):
-        given = image.movedim(0, -1)[None] / 255
         links = {"clip": ["load", 1], "vae": ["load", 2], "image": ["image", 0]}
         conds = {"model": list(model), "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
         sampling = {"seed": 3, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
         return {
             "load": ("SanaNodesLoader", {"model": NAME}),
-            "image": ("AnyValue", {"value": given}),
+            "image": ("AnyValue", {"value": image.movedim(0, -1)[None] / 255}),
             "edit": ("SanaNodesEdit", {**links, "text": TEXT, "image_guidance": image_guidance}),
             "sample": (node, {**conds, **sampling, **inputs}),
             "decode": ("VAEDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),

@@ -45,14 +45,16 @@ class EditTokenizer:
 
         `image` or one of `images` is an IMAGE [1, H, W, 3].
         """
-        given = [*([] if image is None else [image]), *(images or ())]
-        if len(given) > 1 or any(len(one) > 1 for one in given):
-            raise InputError(f"image: got {sum(map(len, given))} images, expected one, which VIBE edits; choose one")
+        all_images = [*([] if image is None else [image]), *(images or ())]
+        if len(all_images) > 1 or any(len(one) > 1 for one in all_images):
+            raise InputError(
+                f"image: got {sum(map(len, all_images))} images, expected one, which VIBE edits; choose one"
+            )
         for name, value in options.items():
             if value:
                 warn(no_effect(name))
-        instruction_ids(self.tokenizer, text, bool(given))
-        return {KEY: [[((text, levels_of(given[0]) if given else None), 1.0, *(0,) * return_word_ids)]]}
+        instruction_ids(self.tokenizer, text, bool(all_images))
+        return {KEY: [[((text, levels_of(all_images[0]) if all_images else None), 1.0, *(0,) * return_word_ids)]]}
 
     def state_dict(self) -> dict:
         return {}
