@@ -154,6 +154,27 @@ def test_a_quantised_model_edits_nearly_the_same(host, build):
     assert 0 < (latents - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
+def batched(graph, devices):
+    links = {"model": ["load", 0], "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
+    sampling = {"seed": 2, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "count": 2, "chunk": 0}
+    graph["batch"] = ("SanaNodesBatchSampler", {**links, **sampling, "devices": devices})
+    graph["catch batch"] = ("Catch", {"value": ["batch", 0], "name": "batch"})
+    return graph
+
+
+@pytest.mark.parametrize("devices", ["default", "cpu x 2"])
+def test_a_batch_makes_the_same_edits(host, build, devices):
+    caught = host.run(batched(build(), devices))
+    assert torch.equal(caught["batch"]["samples"][1], caught["latent"]["samples"][0])
+
+
+def test_a_split_edit_is_the_whole_edit(host, build):
+    graph = build(model=("split", 0))
+    graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "cpu x 2"})
+    expected = host.run(build())["latent"]["samples"]
+    assert (host.run(graph)["latent"]["samples"] - expected).abs().max() <= BOUND
+
+
 def test_guidance_nodes_work_on_edits(host, build, folder, image):
     graph = build(model=("limit", 0))
     graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})
