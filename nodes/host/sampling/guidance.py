@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Key in transformer_options: sigma as a Python number, if the sampler has set it. Reading the tensor would wait for the
 # device.
 SIGMA = "sana_sigma"
+# Keys in a conditioning with the latents of an image.
+IMAGES = {"concat_latent_image", "reference_latents"}
 # Key in the conditioning of a pass whose image was removed.
 WITHOUT_IMAGE = "sana_without_image"
 # ComfyUI's name for multistep consistency sampling. For a flow model, its step equals a step of SCM.
@@ -145,7 +147,7 @@ def add_image_guidance(patcher: ModelPatcher) -> None:
         if len(conds) != 2 or not conds[0] or not conds[1]:
             return executor(base, conds, *args)
         guidance = conds[1][0].get(IMAGE_GUIDANCE, model.image_guidance)
-        if guidance <= 1 or not any(cond["model_conds"]["c_concat"].cond.any() for cond in conds[1]):
+        if guidance <= 1 or not any(cond.keys() & IMAGES for cond in conds[1]):
             return executor(base, conds, *args)
         without = list(map(remove_image, conds[1]))
         positive, negative, neither = executor(base, [*conds, without], *args)
