@@ -8,6 +8,7 @@ from . import (
     custom_sampling,
     decode,
     doctor,
+    edit,
     guidance,
     latent,
     loader,
@@ -32,7 +33,7 @@ class SanaExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         loading = (loader, model_switch, lora, controlnet)
         inference = (text, prompt_list, latent, video, guidance, split, sampler, batch, custom_sampling, decode, scorer)
-        modules = (*loading, *inference, training, plan, doctor)
+        modules = (*loading, *inference, edit, training, plan, doctor)
         return [node for module in modules for node in module.NODES]
 
 

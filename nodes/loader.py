@@ -75,6 +75,7 @@ def load_whole(
     from ..sana_core.checkpoints.generation import checkpoint_notes
     from ..sana_core.video.load import check_vae
     from .host.loading.clip import load_clip
+    from .host.loading.edit_clip import load_edit_clip
     from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
     from .host.report import shown
@@ -87,7 +88,9 @@ def load_whole(
     # The demo model was trained on prompts in lower case without such marks.
     notes = [] if name in MODELS else checkpoint_notes(checkpoint, reference)
     lines = [patcher.model.model_config.text, *notes]
-    return io.NodeOutput(patcher, load_clip(checkpoint, reference), load_vae(checkpoint), ui=shown("\n".join(lines)))
+    is_edit = any(part.kind == "edit_head" for part in checkpoint.components)
+    clip = load_edit_clip(checkpoint) if is_edit else load_clip(checkpoint, reference)
+    return io.NodeOutput(patcher, clip, load_vae(checkpoint), ui=shown("\n".join(lines)))
 
 
 class FileNode:

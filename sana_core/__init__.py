@@ -10,6 +10,7 @@ from .checkpoints import (
     load_video_transformer,
 )
 from .decode import decode_latents, encode_images
+from .edit import edit_images
 from .errors import (
     CheckpointError,
     ClusterError,
@@ -45,6 +46,7 @@ __all__ = [
     "TrainingError",
     "VersionError",
     "decode_latents",
+    "edit_images",
     "encode_images",
     "encode_prompts",
     "generate",

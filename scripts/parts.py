@@ -16,6 +16,7 @@ MODEL_1K, MODEL_2K, MODEL_4K = (f"Sana_1600M_{size}_BF16.safetensors" for size i
 MODEL_SPRINT = "Sana_Sprint_1.6B_1024px.safetensors"
 VIDEO_480, VIDEO_720 = (f"SANA-Video_2B_{size}_diffusers" for size in ("480p", "720p"))
 VIDEO_2 = "SANA-Video_2.0_5B_720p"
+VIBE = "VIBE-Image-Edit"
 # The demo model and the released models can generate this.
 PROMPT = "a watercolour of a red lighthouse on the sea at dusk"
 PROMPTS = "\n".join(
@@ -247,5 +248,27 @@ def video_2() -> Subgraph:
     return Subgraph("SANA-Video 2.0", Graph(nodes, columns), widgets, outputs, about, preview=False)
 
 
+def edit() -> Subgraph:
+    """Changes an image by a sentence, and gives it the size that it had."""
+    links = {"clip": INSIDE[1], "vae": INSIDE[2], "image": ("image", 0)}
+    conds = {"positive": ("edit", 0), "negative": ("edit", 1)}
+    back = {"image": ("decode", 0), "upscale_method": "lanczos", "width": ("size", 0), "height": ("size", 1)}
+    nodes = {
+        "model": Node("SanaNodesLoader", {"model": VIBE}),
+        "edit": Node("SanaNodesEdit", {**links, "text": "make it winter", "image_guidance": 1.2}, room=110),
+        "sampler": sampler(("edit", 2), **conds),
+        "decode": decode("sampler"),
+        "size": Node("GetImageSize", {"image": ("image", 0)}),
+        "back": Node("ImageScale", {**back, "crop": "disabled"}),
+    }
+    columns = "model size | Instruction: edit | Sampling: sampler | Result: decode back"
+    widgets = {"text": "edit.text", "image_guidance": "edit.image_guidance", **SETTINGS, "model": "model.model"}
+    about = (
+        "Changes an image by a sentence with VIBE. Download the folder VIBE-Image-Edit by iitolstykh on Hugging Face "
+        "into models/diffusers."
+    )
+    return Subgraph("SANA edit", Graph(nodes, columns), widgets, {"IMAGE": ("back", 0)}, about)
+
+
 def blueprints() -> list[Subgraph]:
-    return [text_to_image(), second_pass(), any_image(), batch(), best_of_many(), video()]
+    return [text_to_image(), second_pass(), any_image(), batch(), best_of_many(), video(), edit()]

@@ -20,6 +20,7 @@ SOCKETS: dict[str, tuple[str, type]] = {
     "latent_image": ("LATENT", dict),
     "samples": ("LATENT", dict),
     "first_image": ("IMAGE", torch.Tensor),
+    "image": ("IMAGE", torch.Tensor),
     "dataset": ("SANA_DATASET", Dataset),
     "regularisation": ("SANA_DATASET", Dataset),
     "settings": ("SANA_TRAIN_SETTINGS", RunSettings),

@@ -25,7 +25,7 @@ from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
 from ..errors import InputError
 from ..model.forward import longest_prompt
-from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS
+from ..model.known_models import DEFAULT_RESOLUTION, MAX_TOKENS, edits_images
 from ..model.latents import check_patches, latent_shape, noise_stream
 from ..model.layers import join_projections
 from ..model.reference import AUTO, reference_of
@@ -127,6 +127,8 @@ def prepare(
         check_text(f"prompt {number}", prompt)
     own_devices = local_devices(devices)
     checkpoint = inspect_checkpoint(checkpoint)
+    if edits_images(config_of(find_part(checkpoint, "transformer"))):
+        raise InputError("checkpoint: got VIBE, which runs on one device alone; use generate --edit, or edit_images")
     return Request(workload, checkpoint, resolve_settings(settings, checkpoint), own_devices)
 
 
@@ -325,6 +327,7 @@ def sample(
         perturbed,
         (ends[0], ends[1]),
         graph,
+        images.edit,
     )
     shape = latent_shape(settings.width, settings.height, len(chunk))
     noise = noise_stream(torch.empty(shape), 0, [image.seed for image in chunk])

@@ -11,6 +11,7 @@ import torch
 from ..errors import FailedImagesError, InputError
 from ..model.controlnet import Control
 from ..runtime.checks import check_whole
+from ..sampling.guidance import EditImage
 from ..sampling.masked import InitImage
 
 LARGEST_SEED = 2**64 - 1
@@ -138,6 +139,8 @@ class ImageInputs(NamedTuple):
     callback: Callable[[Step], object] | None = None
     # Called in every step. The latents are the model's x0, and sigma is the noise level before the step.
     preview: Callable[[Step], object] | None = None
+    # The image that VIBE edits.
+    edit: EditImage | None = None
 
 
 NO_IMAGES = ImageInputs()

@@ -58,7 +58,15 @@ def architecture(headers: Headers) -> Architecture:
         count(headers, r"transformer_blocks\.(\d+)\."),
         "transformer_blocks.0.attn1.norm_q.weight" in headers,
         "time_embed.guidance_embedder.linear_1.weight" in headers,
+        headers["patch_embed.proj.weight"].shape[1] == 2 * out_channels(headers),
     )
+
+
+def out_channels(headers: Headers) -> int:
+    """Return the channels of a transformer's output. For a ControlNet, the channels of its input."""
+    _, channels, *patch = headers["patch_embed.proj.weight"].shape
+    last = headers.get("proj_out.weight")
+    return last.shape[0] // math.prod(patch) if last is not None and last.shape else channels
 
 
 def hidden_width(headers: Headers) -> int:
@@ -96,7 +104,7 @@ def transformer_config(name: str, headers: Headers) -> Json:
     caption = headers["caption_projection.linear_1.weight"]
     return {
         "in_channels": headers["patch_embed.proj.weight"].shape[1],
-        "out_channels": headers["patch_embed.proj.weight"].shape[1],
+        "out_channels": out_channels(headers),
         "num_attention_heads": arch.width // HEAD_DIM,
         "attention_head_dim": HEAD_DIM,
         "num_layers": arch.layers,
@@ -111,6 +119,24 @@ def transformer_config(name: str, headers: Headers) -> Json:
         "guidance_embeds": arch.guidance_embeds,
         "qk_norm": "rms_norm_across_heads" if arch.qk_norm else None,
     }
+
+
+def edit_head_config(headers: Headers) -> Json:
+    """Return the arguments of EditHead."""
+    queries, width = headers["meta_queries"].shape
+    hidden, output = headers["input_proj.weight"].shape[0], headers["output_proj.1.weight"].shape[0]
+    return {
+        "queries": queries,
+        "width": width,
+        "hidden": hidden,
+        "output": output,
+        "layers": count(headers, r"attn_blocks\.(\d+)\."),
+    }
+
+
+def no_qwen_config(name: str, headers: Headers) -> Json:
+    """Refuse Qwen3-VL without its configuration, because the weights do not determine the number of heads."""
+    raise CheckpointError(f"{name}: no config.json of Qwen3-VL beside it; download the folder again, whole")
 
 
 def controlnet_config(name: str, headers: Headers) -> Json:

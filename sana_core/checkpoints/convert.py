@@ -53,7 +53,7 @@ def convert_checkpoint(
     if ema and checkpoint.path.suffix.lower() not in PICKLED:
         raise InputError(f"ema: got it with {checkpoint.name}, expected the .pth of a training; leave it out")
     parts = checkpoint.components
-    if any(part.kind in ("other", "lora", "video_autoencoder") for part in parts):
+    if any(part.kind in ("other", "lora", "video_autoencoder", "edit_head", "qwen3_vl") for part in parts):
         raise CheckpointError(
             f"{checkpoint.name}: got {checkpoint.description}, expected a SANA model; choose another file"
         )

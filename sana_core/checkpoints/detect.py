@@ -18,7 +18,7 @@ from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, first_few, shown
 from .checkpoint import FP8_FILE, Checkpoint, Source
-from .configs import LONG, VIDEO2, contradiction, count, named, resolution_config
+from .configs import LONG, VIDEO2, architecture, contradiction, count, named, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .keys import (
@@ -40,7 +40,11 @@ COMPONENT_PREFIXES = (
     re.compile(r"(model\.)?diffusion_model\.|transformer\.|module\."),
     re.compile(r"first_stage_model\.|vae\."),
     re.compile(r"text_encoders?\.(gemma2_2b\.(transformer\.)?)?"),
+    # In VIBE's transformer.
+    re.compile(r"edit_head\.|(?=meta_queries$)"),
 )
+# VIBE's transformer with image latents after the noisy ones. The released one has them beside these, in 64 channels.
+SEQUENCE = 'VIBE of the kind "seq_cat", which this pack does not run, only the released kind "channel_cat"'
 # The tensor with the component's configuration as bytes of JSON, in files that ComfyUI's own nodes saved. These nodes
 # do not write the metadata of a node pack.
 SAVED_CONFIG = "sana_config"
@@ -60,12 +64,10 @@ VIDEO_VAES = (
 )
 # Models of SANA's family that this pack does not run. Their files also have the names that identify SANA's parts, so
 # they are looked for first. A pattern matches the end of a tensor's name, the specific ones first. The names are from
-# diffusers, NVlabs/Sana (diffusion/model/nets), ato-zen/VIBE (vibe/transformer), nunchaku (src/SanaModel.cpp,
-# src/Linear.cpp) and bitsandbytes.
+# diffusers, NVlabs/Sana (diffusion/model/nets), nunchaku (src/SanaModel.cpp, src/Linear.cpp) and bitsandbytes.
 RELATIVES = (
     (r"raymap_embedder\.proj\.weight", "SANA-WM, which makes videos along a camera's path"),
     (r"\.attn\.A_log", "SANA-Streaming, which edits videos"),
-    (r"meta_queries", "VIBE, which edits images by instructions that Qwen3-VL reads"),
     (r"\.mlp\.point_conv\.linear\.weight", "Sol-RL's SANA, which has linear layers for its 1x1 convolutions"),
     (r"\.ff\.inverted_conv\.qweight", "SANA in 4 bits for nunchaku; the loader's quantise saves memory in its place"),
     (r"\.qweight", "a model in 4 bits for the kernels of another program"),
@@ -117,7 +119,7 @@ def inspect_checkpoint(path: Source, ema: bool = False) -> Checkpoint:
             return inspect_file(path, ema)
         folders = [path / name for name in COMPONENT_FOLDERS if (path / name / "config.json").exists()]
         if (path / "model_index.json").is_file():
-            parts = [inspect_file(weights_file(folder)) for folder in folders]
+            parts = [part for folder in folders for part in inspect_file(weights_file(folder)).components]
             if not parts:
                 raise MissingFileError(
                     f"{path.name}: no component beside model_index.json; download the folder again, whole"
@@ -183,6 +185,9 @@ def inspect_file(file: Path, ema: bool = False) -> Checkpoint:
         if beside.exists() or beside.is_symlink():
             config = read_json(beside)
     parts = [recognise(file, names, weights, config, is_beside) for names in groups]
+    kinds = {part.kind: part for part in parts}
+    if "edit_head" in kinds and "transformer" in kinds and not architecture(kinds["transformer"].headers).edits:
+        parts = [replace(part, kind="other", variant=SEQUENCE) for part in parts]
     sana_parts = [part for part in parts if part.kind != "other"]
     unread = [
         name for part, names in zip(parts, groups, strict=True) if part.kind == "other" for name in names.values()
@@ -419,7 +424,12 @@ def classify(names: Set[str]) -> tuple[str, str, dict[str, Origin]]:
     for layout, vae_names in VIDEO_VAES:
         if vae_names <= names:
             return "video_autoencoder", layout, same
+    if {"meta_queries", "output_proj.1.weight"} <= names:
+        origins = {name.replace("attn.in_proj_", "attn.in_proj."): Origin(name) for name in names}
+        return "edit_head", "diffusers", origins
     bare = {name.removeprefix("model."): Origin(name) for name in names}
+    if {"language_model.embed_tokens.weight", "visual.deepstack_merger_list.0.norm.weight"} <= bare.keys():
+        return "qwen3_vl", "transformers", bare
     # Gemma 3 has the same norms, and also q_norm.
     if "layers.0.pre_feedforward_layernorm.weight" in bare and "layers.0.self_attn.q_norm.weight" not in bare:
         return "text_encoder", "transformers", bare

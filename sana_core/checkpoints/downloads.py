@@ -52,6 +52,7 @@ DOWNLOADS = {
     "SANA-Video_2B_720p_diffusers": Download(
         "diffusers", None, f"{HOST}/Efficient-Large-Model/SANA-Video_2B_720p_diffusers"
     ),
+    "VIBE-Image-Edit": Download("diffusers", None, f"{HOST}/iitolstykh/VIBE-Image-Edit"),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
+from ..model.instruction import InstructionReader
 from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, TransformerConfig
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
@@ -29,7 +30,8 @@ from .generation import scheduler_of, text_reference
 from .headers import Reader, read_file, read_tensors
 from .kinds import CHECKPOINT_KINDS, TOKENIZERS, TRANSFORMER_KINDS
 from .quantised import dequantised, layer_tensors, quantised_layers
-from .tokenizer import load_tokenizer
+from .schemas import EDIT_FIELDS, QWEN_TEXT_FIELDS, QWEN_VISION_FIELDS
+from .tokenizer import load_qwen_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaControlNetModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
@@ -55,6 +57,16 @@ def build_module(part: Checkpoint, resolution: int | None = None) -> torch.nn.Mo
     cls = library_class(part)
     try:
         config = library_config(part, resolution)
+        if part.kind == "edit_head":
+            with empty_parameters():
+                return cls(**config)
+        if part.kind == "qwen3_vl":
+            from transformers import Qwen3VLConfig
+
+            for field, fields in (("text_config", QWEN_TEXT_FIELDS), ("vision_config", QWEN_VISION_FIELDS)):
+                config[field] = {key: value for key, value in config[field].items() if key in fields}
+            with empty_parameters():
+                return cls(Qwen3VLConfig(**config, attn_implementation="sdpa"))
         if part.kind == "text_encoder":
             from transformers import Gemma2Config
 
@@ -122,6 +134,19 @@ def library_class(part: Checkpoint) -> Any:
 
     if part.kind == "text_encoder":
         return Gemma2Model
+    if part.kind == "edit_head":
+        from ..model.edit_head import EditHead
+
+        return EditHead
+    if part.kind == "qwen3_vl":
+        import transformers
+
+        if not hasattr(transformers, "Qwen3VLModel"):
+            raise VersionError(
+                f"transformers: got {transformers.__version__}, expected 4.57 or newer for VIBE; "
+                "pip install -U transformers"
+            )
+        return transformers.Qwen3VLModel
     is_ltx = part.variant.startswith("ltx-2")
     # SANA-Video 2.0 has layers of diffusers' SANA-Video.
     name = "AutoencoderKLLTX2Video" if is_ltx else CHECKPOINT_KINDS[part.kind].classes[0]
@@ -142,7 +167,8 @@ def library_config(part: Checkpoint, resolution: int | None = None) -> Json:
     """Return the arguments of the library's class, from the configuration or from the tensors' shapes."""
     config = CHECKPOINT_KINDS[part.kind].config(part.name, part.headers) if part.config is None else part.config
     # diffusers looks up the class that _class_name names, so it never gets the file's value.
-    config = {key: value for key, value in config.items() if key not in OWN_FIELDS and not key.startswith("_")}
+    dropped = OWN_FIELDS + EDIT_FIELDS
+    config = {key: value for key, value in config.items() if key not in dropped and not key.startswith("_")}
     if part.kind in ("transformer", "controlnet") and (part.config is None or resolution is not None):
         config |= resolution_config(resolution or part.resolution or DEFAULT_RESOLUTION)
     return config
@@ -362,3 +388,18 @@ def load_text_encoder(
     tokenizer = load_tokenizer(part)
     model: Any = load_part(part, dtype, device=device)
     return TextEncoder(tokenizer, model, text_reference(checkpoint, reference))
+
+
+def load_instruction_reader(
+    path: Source, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> InstructionReader:
+    """Return VIBE's tokenizer, Qwen3-VL and edit head, in evaluation mode, from a diffusers folder.
+
+    Raises CheckpointError, MissingFileError or ReadError, with the file's name, if one of them is missing or broken,
+    and VersionError if transformers does not have Qwen3-VL.
+    """
+    checkpoint = inspect_checkpoint(path)
+    part = find_part(checkpoint, "qwen3_vl")
+    head: Any = load_part(find_part(checkpoint, "edit_head"), dtype, device=device)
+    model: Any = load_part(part, dtype, device=device)
+    return InstructionReader(load_qwen_tokenizer(part), model, head)

@@ -86,6 +86,11 @@ def patterns(value: object) -> bool:
 
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
+# Fields of VIBE's transformer that SANA's does not have.
+EDIT_FIELDS = (
+    *("input_condition_type", "edit_head_input_dim", "edit_head_stacks_num"),
+    *("num_meta_queries", "meta_queries_dim"),
+)
 # Arguments of the classes in diffusers and transformers.
 TRANSFORMER_FIELDS = {
     "in_channels": WIDTH,
@@ -109,6 +114,8 @@ TRANSFORMER_FIELDS = {
     "guidance_embeds_scale": FACTOR,
     "qk_norm": optional(word),
     "timestep_scale": FACTOR,
+    # Fields of VIBE, which the tensors' shapes show too.
+    **dict.fromkeys(EDIT_FIELDS, lambda value: word(value) or WIDTH(value)),
     # Fields that this package adds to a saved MODEL.
     "flow_shift": number(*SHIFT_RANGE),
     "latent_scale": FACTOR,
@@ -219,6 +226,45 @@ GEMMA_FIELDS = {
     "use_bidirectional_attention": optional(flag),
     # The field that this package adds to a saved CLIP.
     "reference": word,
+}
+
+
+def section(fields: dict[str, Check]) -> Check:
+    return lambda value: (
+        type(value) is dict and all(check(value[field]) for field, check in fields.items() if field in value)
+    )
+
+
+def rope(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and len(value) <= 20
+        and all(word(one) or flag(one) or number(0, 1e9)(one) or each(whole(0, 4096))(one) for one in value.values())
+    )
+
+
+ROPE = {"rope_theta": number(1, 1e9), "rope_scaling": optional(rope), "rope_parameters": optional(rope)}
+# The fields of Gemma 2 that the language model of Qwen3-VL has too.
+SHARED_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
+)
+QWEN_TEXT_FIELDS = {name: GEMMA_FIELDS[name] for name in SHARED_FIELDS} | ROPE
+QWEN_VISION_FIELDS = {
+    **{name: WIDTH for name in ("hidden_size", "intermediate_size", "num_heads", "out_hidden_size")},
+    "depth": BLOCKS,
+    "hidden_act": word,
+    "in_channels": same(3),
+    "patch_size": same(16),
+    "spatial_merge_size": same(2),
+    "temporal_patch_size": same(2),
+    "num_position_embeddings": whole(1, 100_000),
+    "deepstack_visual_indexes": each(whole(0, MOST_BLOCKS)),
+}
+QWEN_FIELDS = {
+    "text_config": section(QWEN_TEXT_FIELDS),
+    "vision_config": section(QWEN_VISION_FIELDS),
+    "image_token_id": whole(0, 10_000_000),
 }
 # Accepted values of adapter_config.json and their descriptions. Other init methods also change the base weights.
 ABOVE_ZERO = (FACTOR, "a number above 0")

@@ -62,6 +62,18 @@ def clip_steps(fast: FastTokenizer) -> None:
     fast.normalizer = normalizers.Sequence([normalizers.NFC(), one_space, normalizers.Lowercase()])
 
 
+def qwen_steps(fast: FastTokenizer) -> None:
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.normalizer, fast.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Sequence([split, level])
+
+
 def word_steps(fast: FastTokenizer) -> None:
     from tokenizers import normalizers, pre_tokenizers
 
@@ -82,6 +94,8 @@ class Family(NamedTuple):
 
 # CLIP's tokens before and after each text
 ENDS = ["<|startoftext|>"], ["<|endoftext|>"]
+# All bytes are in the vocabulary, so no token is unknown.
+QWEN = Family(qwen_steps, {"unk_token": None}, [], [])
 # The type of the model in tokenizer.json, its end_of_word_suffix, and the family
 FAMILIES = {
     ("BPE", ""): Family(gemma_steps, {"byte_fallback": True, "fuse_unk": True}, ["<bos>"], []),
@@ -111,6 +125,15 @@ def load_tokenizer(part: Checkpoint) -> Tokenizer:
     )
 
 
+def load_qwen_tokenizer(part: Checkpoint) -> Tokenizer:
+    """Return the tokenizer of VIBE's text encoder: from its folder, or tokenizer/ beside that folder."""
+    vocabulary, folder = part.headers["language_model.embed_tokens.weight"].shape[0], part.path.parent
+    for file in (folder / "tokenizer.json", folder.parent / "tokenizer" / "tokenizer.json"):
+        if file.exists():
+            return json_tokenizer(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary, QWEN)
+    raise MissingFileError(f"{part.name}: no tokenizer/tokenizer.json in its folder; download the folder again, whole")
+
+
 def check_gemma(tokenizer: Tokenizer, name: str) -> Tokenizer:
     """Return `tokenizer`, or raise CheckpointError if its padding token or its BOS is not Gemma's."""
     tokens = [tokenizer.find("<pad>"), *tokenizer.encode("")]
@@ -122,8 +145,11 @@ def check_gemma(tokenizer: Tokenizer, name: str) -> Tokenizer:
     return tokenizer
 
 
-def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
-    """Return the tokenizer of the tokenizer.json `name`. All its ids must be below `vocabulary`, the model's rows."""
+def json_tokenizer(content: bytes, name: str, vocabulary: int, family: Family | None = None) -> Tokenizer:
+    """Return the tokenizer of the tokenizer.json `name`. All its ids must be below `vocabulary`, the model's rows.
+
+    `family` None: the family that the file shows.
+    """
     from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -135,7 +161,7 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
     model = model if isinstance(model, dict) else {}
     # Old files of CLIPs do not contain the type.
     kind, suffix = str(model.get("type", "BPE")), str(model.get("end_of_word_suffix") or "")
-    family = FAMILIES.get((kind, suffix))
+    family = family or FAMILIES.get((kind, suffix))
     if not family:
         raise refused(f"{name}: model", brief(f"{kind} {suffix}"), "BPE as in Gemma or CLIP, or WordLevel")
     ids, merges, added = model.get("vocab"), model.get("merges", []), document.get("added_tokens") or []
@@ -150,8 +176,8 @@ def json_tokenizer(content: bytes, name: str, vocabulary: int) -> Tokenizer:
         # The library would choose an id for a token that is not in the vocabulary.
         if ids.setdefault(token["content"], token.get("id")) != token.get("id"):
             raise refused(f"{name}: added_tokens", brief(token), f"the vocabulary's id {brief(ids[token['content']])}")
-    unknown = str(model.get("unk_token"))
-    for token in (*family.start, *family.end, unknown):
+    unknown = family.options.get("unk_token", str(model.get("unk_token")))
+    for token in filter(None, (*family.start, *family.end, unknown)):
         if token not in ids:
             raise refused(f"{name}: vocab", f"no {brief(token)}", "all special tokens")
     wrong = next((value for value in ids.values() if type(value) is not int or not 0 <= value < vocabulary), None)

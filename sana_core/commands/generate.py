@@ -18,6 +18,7 @@ from ..runtime.text import Json, get_logger, write_lines
 from ..video.files import check_writer, read_first, write_video
 from ..video.generate import generate_video
 from ..video.latents import video_shape
+from .edit import edited, is_edit
 from .options import (
     add_sampling_options,
     choose_dtype,
@@ -46,6 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--frames", type=int, help="frames of the video; default: the model's; --out is its file, as clip.mp4"
     )
     parser.add_argument("--first", type=path_of, help="the image that the video begins with")
+    parser.add_argument("--edit", type=path_of, help="the image that VIBE changes; the prompts say how")
+    parser.add_argument("--image-guidance", type=float, help="how closely an edit keeps the image; default: 1.2")
     parser.add_argument("--motion-score", type=int, help="of the video; default: 10, or 20 for 2.0; 0: none")
     add_sampling_options(parser)
 
@@ -59,20 +62,24 @@ def run(arguments: argparse.Namespace) -> None:
     if checkpoint is None or checkpoint.is_video:
         run_video(arguments)
         return
-
+    is_vibe = is_edit(arguments, checkpoint)
     specs = batch_images(len(arguments.prompts), arguments.of or arguments.count, arguments.seed)
     paths = [arguments.out / file_name(spec) for spec in specs]
     check_free(paths, arguments.overwrite)
     make_folder(arguments.out)
     devices = devices_of(arguments)
     batch_options = {name: getattr(arguments, name) for name in ("chunk", "best", "of", "scorer")}
-    options: Json = {**batch_options, "say": show_status, "report": {}, **settings_of(arguments, devices)._asdict()}
+    settings = settings_of(arguments, devices)
+    options: Json = {**batch_options, "say": show_status, "report": {}, **settings._asdict()}
     where = devices, cluster_of(arguments), arguments.split
     show_model(checkpoint)
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:
-        images = generate(arguments.prompts, checkpoint, arguments.seed, arguments.count, *where, **options)
+        if is_vibe and devices:
+            images = edited(arguments, checkpoint, settings, devices[0])
+        else:
+            images = generate(arguments.prompts, checkpoint, arguments.seed, arguments.count, *where, **options)
     except FailedImagesError as error:
         # The other images are written before the run ends with this error.
         if error.images is None:
@@ -104,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
 # Options that only images have, and their defaults.
 IMAGES_ONLY = {
     **dict.fromkeys(("best", "of", "scorer", "lora", "cluster", "gpus", "resource", "chunk")),
-    **dict.fromkeys(("pag_scale", "pag_blocks", "guidance_interval")),
+    **dict.fromkeys(("pag_scale", "pag_blocks", "guidance_interval", "edit", "image_guidance")),
     **{"count": 1, "split": False, "compile": False, "gpus_per_worker": 1.0},
 }
 

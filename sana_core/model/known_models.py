@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class Architecture(NamedTuple):
-    """What differs between SANA's transformers: inner width, blocks, and the two later additions."""
+    """What differs between SANA's transformers: inner width, blocks, and the later additions."""
 
     width: int
     layers: int
     qk_norm: bool = False
     guidance_embeds: bool = False
+    edits: bool = False  # VIBE: its input has the latents of an image beside the noisy ones.
 
 
 HEAD_DIM = 32
@@ -92,6 +93,7 @@ class ImageModel(Model):
     shift: float = 3.0
     shifts: tuple[tuple[int, float], ...] = ((4096, 6.0),)
     nvidia_shifts: tuple[tuple[int, float], ...] = ()
+    image_guidance: float = 1.0  # Only models that edit images have another value.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,10 @@ RECORDS = (
     ImageModel("sprint-1.6B", "SANA-Sprint 1.6B", *SPRINTED, Architecture(2240, 20, True, True), "Sana_Sprint_1.6B_"),
 )
 IMAGES = {model.name: model for model in RECORDS}
+# VIBE edits images by instructions (ai-forever/VIBE, vibe/editor.py). It is SANA-1.5 with another text encoder.
+VIBE = ImageModel(
+    "vibe-1.6B", "VIBE 1.6B", DEFAULTS, (), Architecture(2240, 20, True, False, True), "VIBE", image_guidance=1.2
+)
 VARIANTS = {name: model.architecture for name, model in IMAGES.items()}
 # The shapes of 480p and 720p are ASPECT_RATIO_VIDEO_480_MS and _720_MS in diffusion/data/datasets/utils.py of
 # NVlabs/Sana, their latents those of Wan 2.1 and LTX-2.
@@ -317,7 +323,7 @@ OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
 def variant_name(arch: Architecture) -> str:
     """Return the name in VARIANTS, or a name that describes the difference."""
-    names = [name for name, architecture in VARIANTS.items() if architecture == arch]
+    names = [model.name for model in (*IMAGES.values(), VIBE) if model.architecture == arch]
     return names[0] if names else f"custom-{arch.width}x{arch.layers}"
 
 
@@ -344,6 +350,7 @@ class TransformerConfig(Protocol):
     """What this package reads of the configuration of diffusers' transformers, SANA's above all."""
 
     in_channels: int
+    out_channels: int | None
     num_layers: int
     num_attention_heads: int
     attention_head_dim: int
@@ -360,10 +367,17 @@ def is_video(config: TransformerConfig) -> bool:
 
 
 def image_model(arch: Architecture) -> ImageModel:
-    """Return the record of a transformer with `arch`. For other shapes it is made from SANA-Sprint's or SANA's."""
+    """Return the record of a transformer with `arch`. For other shapes, it is like a released one of its kind."""
     name = variant_name(arch)
-    family = IMAGES["sprint-1.6B" if arch.guidance_embeds else "1.6B"]
+    family = VIBE if arch.edits else IMAGES["sprint-1.6B" if arch.guidance_embeds else "1.6B"]
+    if name == family.name:
+        return family
     return IMAGES.get(name) or replace(family, name=name, title=family.title.rpartition(" ")[0], architecture=arch)
+
+
+def edits_images(config: TransformerConfig) -> bool:
+    """Whether a transformer with `config` is VIBE's, whose input has the latents of an image beside the noisy ones."""
+    return config.in_channels == 2 * (config.out_channels or config.in_channels)
 
 
 def video_models(channels: int, width: int, layers: int, is_video2: bool) -> list[VideoModel]:
@@ -394,7 +408,8 @@ def model_of(config: TransformerConfig) -> ImageModel | VideoModel:
     if is_video(config):
         return video_model(config)
     width = config.num_attention_heads * config.attention_head_dim
-    return image_model(Architecture(width, config.num_layers, bool(config.qk_norm), config.guidance_embeds))
+    edits = edits_images(config)
+    return image_model(Architecture(width, config.num_layers, bool(config.qk_norm), config.guidance_embeds, edits))
 
 
 def build_transformer(model: Architecture, pixels: int | None = None) -> SanaTransformer2DModel:

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import pad_prompts, prepare, shard_velocity, velocity
 from ..model.forward_inputs import Constants, Perturbation
-from ..model.known_models import Defaults, TransformerConfig, model_defaults, perturbed_block
+from ..model.known_models import Defaults, TransformerConfig, edits_images, model_defaults, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec
 from ..runtime.checks import check_number
@@ -60,6 +60,13 @@ class PerturbedAttention(NamedTuple):
 
     scale: float
     blocks: frozenset[int]
+
+
+class EditImage(NamedTuple):
+    """The image that VIBE edits. Above 1, `guidance` costs a third pass, without the image (Brooks et al. 2022)."""
+
+    latents: torch.Tensor  # [1, 32, h, w], in the model's scale
+    guidance: float
 
 
 class ControlledModel(NamedTuple):
@@ -131,6 +138,7 @@ def denoiser(
     perturbed: PerturbedAttention | None = None,
     interval: tuple[float, float] = (1.0, 0.0),
     graph: StepGraph | None = None,
+    edit: EditImage | None = None,
 ) -> Denoiser:
     """Return model(x, sigma) -> x0. `cond` and `uncond` are (embeds, mask) of one prompt, or of one prompt per image.
 
@@ -139,7 +147,8 @@ def denoiser(
 
     Classifier-free guidance acts while sigma is in `interval`, the larger sigma first (Kynkaanniemi et al. 2024). There
     is no uncond pass at guidance 1, outside the interval, and in distilled models, which embed the guidance. All passes
-    of a step are one batch. `graph` may compute the forwards. It is for a single device without a ControlNet.
+    of a step are one batch. `graph` may compute the forwards. It is for a single device without a ControlNet. `edit` is
+    for models that edit images. Without it they generate an image of the prompt.
     """
     run, models = transformer if isinstance(transformer, ShardedModel) else (run_unsharded, [transformer])
     members = [item if isinstance(item, ControlledModel) else ControlledModel(item) for item in models]
@@ -153,7 +162,8 @@ def denoiser(
     def model(x: torch.Tensor, sigma: float) -> torch.Tensor:
         inside = interval[1] <= sigma <= interval[0]
         guided = guidance != 1 and not config.guidance_embeds and inside
-        passes = [*[uncond] * guided, cond, *[cond] * (perturbed is not None)]
+        image_guided = edit is not None and guided and edit.guidance > 1
+        passes = [*[uncond] * (guided + image_guided), cond, *[cond] * (perturbed is not None)]
         count = len(passes)
 
         def work(shard: Shard) -> torch.Tensor:
@@ -171,11 +181,30 @@ def denoiser(
 
             return compute(batch, time) if graph is None else graph(key, compute, batch, time)
 
-        velocities = run(x.repeat(count, 1, 1, 1).to(dtype), work, count).float()
+        inputs = x.repeat(count, 1, 1, 1)
+        if edits_images(config):
+            image = torch.zeros_like(inputs) if edit is None else edit.latents.to(inputs).repeat(len(inputs), 1, 1, 1)
+            image[: len(x) * image_guided] = 0
+            inputs = torch.cat([inputs, image], 1)
+        velocities = run(inputs.to(dtype), work, count).float()
         # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
-        return combine(list(x - sigma * velocities.unflatten(0, (count, len(x)))), guided, guidance, perturbed)
+        x0s = list(x - sigma * velocities.unflatten(0, (count, len(x))))
+        if edit is not None and image_guided:
+            without_image = x0s.pop(0)
+            shift = image_shift(x0s[0], without_image, edit.guidance)
+            x0s = [x0 + shift for x0 in x0s]
+        return combine(x0s, guided, guidance, perturbed)
 
     return model
+
+
+def image_shift(without_text: torch.Tensor, without_image: torch.Tensor, guidance: float) -> torch.Tensor:
+    """Return the shift by image guidance of the x0 of the passes with and without text, before these are combined.
+
+    With VIBE's names: v = v_none + g (v_text - v_image) + i (v_image - v_none) is the usual guidance of v_image and
+    v_text, both shifted by (1 - i) (v_none - v_image).
+    """
+    return (1 - guidance) * (without_image - without_text)
 
 
 def combine(

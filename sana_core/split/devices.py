@@ -88,7 +88,8 @@ class Split:
         for board in boards:
             board.clear()
         self.team.experienced, self.exchanges = True, exchanges
-        out = torch.empty_like(x)
+        # VIBE's input has more channels than its velocity.
+        out = torch.empty_like(x[:, : results[0].shape[1]])
         for spec, result in zip(specs, results, strict=True):
             spec.own(out).copy_(result)
         return out

@@ -9,6 +9,7 @@ import layouts
 import numpy as np
 import pytest
 import torch
+import vibe_models
 import video_models
 from adapted import save_adapter
 from checkpoints import TINY
@@ -115,6 +116,22 @@ ROWS = {
             "batch_size": 2,
             "vae": ["load", 2],
             "first_image": ["other image", 0],
+        },
+    ),
+    "Edit": (
+        {
+            "clip": ["vibe", 1],
+            "vae": ["vibe", 2],
+            "image": ["image", 0],
+            "text": "make it winter",
+            "image_guidance": 1.2,
+        },
+        {
+            "clip": ["load", 1],
+            "vae": ["load", 2],
+            "image": ["other image", 0],
+            "text": "add snow",
+            "image_guidance": 1.0,
         },
     ),
     "PAG": (
@@ -256,6 +273,7 @@ def files(host):
         save_clip(place(root / "clip_vision" / f"clip-{name}"), number)
     make_variant(TINY, place(root / "diffusers" / "every-sprint"), **SPRINT)
     video_models.save_folder("480p", place(root / "diffusers" / "every-video"))
+    vibe_models.save_vibe(place(root / "diffusers" / "every-vibe"))
     rng, (combos, _) = random.Random(3), combinations()
     for folder, first in (("every-input", 0), ("every-input-2", 5)):
         data = place(root.parent / "input" / folder)
@@ -285,6 +303,7 @@ def sources():
         "shifted": ("ModelSamplingSD3", {"model": ["load", 0], "shift": 7.0}),
         "video": ("SanaNodesLoader", {"model": "every-video"}),
         "sprint": ("SanaNodesLoader", {"model": "every-sprint"}),
+        "vibe": ("SanaNodesLoader", {"model": "every-vibe"}),
         "positive": ("SanaNodesTextEncode", text),
         "other positive": ("SanaNodesTextEncode", {**text, "text": "a blue square"}),
         "negative": ("SanaNodesTextEncode", {**text, "text": "", "instruction": False}),

@@ -4,6 +4,7 @@ import math
 import shutil
 
 import pytest
+import vibe_models
 import video_models
 from in_process import NodeError
 
@@ -27,15 +28,25 @@ def video(host):
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def vibe(host):
+    folder = host.models / "diffusers" / "vibe-fields"
+    vibe_models.save_vibe(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
-def sources(base_graph, video):
+def sources(base_graph, video, vibe):
     """A graph with an output for every type of socket, and the links to them by the names of inputs."""
     graph = {key: node for key, node in base_graph().items() if key in ("load", "positive", "negative", "empty")}
     graph["video"] = ("SanaNodesLoader", {"model": video.name})
+    graph["vibe"] = ("SanaNodesLoader", {"model": vibe.name})
     graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "sana-posters-scorer (bundled)"})
     graph["image"] = ("EmptyImage", {"width": 64, "height": 64, "batch_size": 1, "color": 0})
     links = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "scorer": ["scorer", 0]}
-    links |= {"positive": ["positive", 0], "negative": ["negative", 0], "first_image": ["image", 0]}
+    links |= {"positive": ["positive", 0], "negative": ["negative", 0]}
+    links |= dict.fromkeys(("first_image", "image"), ["image", 0])
     return graph, {**links, "latent_image": ["empty", 0], "samples": ["empty", 0]}
 
 
@@ -61,6 +72,8 @@ def test_an_error_begins_with_the_name_of_the_input(host, sources):
                 valid[field.id] = ""
         if node_id == "SanaNodesVideoLatent":
             valid["model"] = ["video", 0]
+        if node_id == "SanaNodesEdit":
+            valid |= {"clip": ["vibe", 1], "vae": ["vibe", 2]}
         for field in schema.inputs:
             if field.io_type == "BOOLEAN":
                 continue

@@ -61,6 +61,7 @@ ALONE = {
     "test_training_plan.py": ["card", "cards"],
     "test_split.py": ["split"],
     "test_commands.py": ["resolution"],
+    "tests/unit/test_vibe.py, test_field_names.py": ["image_guidance", "Edit.image_guidance"],
     "test_fuzzed_sizes.py": ["Sampler.denoise", "Scheduler.denoise", "Sprint.strength", "Sprint.max_timestep"]
     + ["Sprint.intermediate_timestep", "GuidanceInterval.end"],
 }

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import layouts
 import pytest
 import torch
+import vibe_models
 import video_models
 from adapted import save_adapter
 from bounded import bounded
@@ -32,6 +33,7 @@ from sana_core.split import generate as split
 pytestmark = pytest.mark.usefixtures("one_thread")
 IMAGE = "--checkpoint TINY --width 64 --height 64 --steps 3"
 VIDEO = "--checkpoint VIDEO --width 64 --height 64 --steps 3 --devices cpu --frames 5 --out clip.mp4"
+EDIT = "--checkpoint VIBE --edit FIRST --steps 3 --devices cpu"
 BEST = "--best 1 --of 2 --scorer CLIP"
 # For each command, its modes and their arguments. A mode takes another way through the code, or accepts other options.
 MODES = {
@@ -45,6 +47,7 @@ MODES = {
         "the best shared images": f"x {IMAGE} --devices cpu cpu --split {BEST}",
         "a cluster": f"x {IMAGE} --cluster auto",
         "the best images of a cluster": f"x {IMAGE} --cluster auto {BEST}",
+        "an edit": f"x {EDIT}",
         "a video": f"x {VIDEO}",
         "a video from an image": f"x {VIDEO} --first FIRST",
     },
@@ -110,7 +113,7 @@ SAMPLING = {
 OPTIONS = {
     "generate": SAMPLING
     | {"overwrite": "--overwrite", "split": "--split", "frames": "--frames 9", "first": "--first SECOND"}
-    | {"motion_score": "--motion-score 20"},
+    | {"motion_score": "--motion-score 20", "edit": "--edit SECOND", "image_guidance": "--image-guidance 2"},
     "batch": SAMPLING | {"out_shared": "--out-shared", "report": "--report"},
     "decode": {
         "checkpoint": "--checkpoint OTHER",
@@ -217,12 +220,14 @@ def inputs(tmp_path_factory):
     tables = [*settings.items(), ("", ""), *phase.items()]
     lines = [f"{key} = {json.dumps(value)}" if key else "[[phase]]" for key, value in tables]
     (folder / "run.toml").write_text("\n".join(lines))
+    vibe_models.save_vibe(folder / "vibe")
     first, second = sorted((folder / "images").glob("*.png"))
     return {
         "TINY": TINY,
         "TINY_VAE": TINY / "vae",
         "OTHER": other,
         "VIDEO": video_models.save_folder("480p", folder / "video"),
+        "VIBE": folder / "vibe",
         "CLIP": folder / "clip0",
         "OTHER_CLIP": folder / "clip1",
         "LORA": folder / "lora.safetensors",

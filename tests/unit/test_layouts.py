@@ -57,7 +57,7 @@ def check_same_pictures(loaded, model):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_released_size_is_recognised_by_its_header_alone(tmp_path, name):
-    width, layers, qk_norm, sprint = VARIANTS[name]
+    width, layers, qk_norm, sprint, _ = VARIANTS[name]
     with init_empty_weights():
         model = SanaTransformer2DModel(
             num_attention_heads=width // 32,

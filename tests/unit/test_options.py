@@ -81,6 +81,8 @@ REFUSED = {
     "gpus": ["1"],
     "gpus_per_worker": ["0.5"],
     "resource": ["a=1"],
+    "edit": ["photo.png"],
+    "image_guidance": ["2"],
 }
 
 

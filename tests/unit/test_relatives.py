@@ -82,7 +82,6 @@ def outside(model):
 
 SANA = {"num_layers": 1}
 NUNCHAKU = quantised(*(f"transformer_blocks.0.{m}" for m in ("attn.qkv_proj", "ff.inverted_conv", "ff.point_conv")))
-VIBE = {"in_channels": 64, "out_channels": 32, "caption_channels": 2304, "num_layers": 1}
 GEMMA = "model.layers.0.mlp.gate_proj.weight"
 VIDEO = re.escape("a SANA-Video transformer (video-2B-480p)")
 # {file: (function of its tensors, name in the error)}
@@ -92,12 +91,15 @@ RELATIVES = {
         "SANA-WM, which makes videos along a camera's path",
     ),
     "sana_streaming_ar.pth": (lambda: nvidia(*GATED, channels=256), "SANA-Streaming, which edits videos"),
-    "VIBE-Image-Edit": (
+    "VIBE of seq_cat": (
         lambda: {
-            **library("SanaTransformer2DModel", **VIBE),
+            **library("SanaTransformer2DModel", **SANA),
             "meta_queries": (224, 2048),
+            "edit_head.input_proj.weight": (2048, 2048),
+            "edit_head.attn_blocks.0.mlp.fc1.weight": (8192, 2048),
+            "edit_head.output_proj.1.weight": (2304, 2048),
         },
-        "VIBE, which edits images by instructions that Qwen3-VL reads",
+        'VIBE of the kind "seq_cat", which this pack does not run, only the released kind "channel_cat"',
     ),
     "SANA_LinearFFN.pth": (
         lambda: nvidia(feed_forward=LINEAR),

@@ -276,7 +276,15 @@ def test_an_unknown_sampler_is_named():
         find_sampler("ddim")
 
 
-IMAGE = {"patch_size": 1, "num_attention_heads": 70, "attention_head_dim": 32, "num_layers": 20, "qk_norm": None}
+IMAGE = {
+    "in_channels": 32,
+    "out_channels": 32,
+    "patch_size": 1,
+    "num_attention_heads": 70,
+    "attention_head_dim": 32,
+    "num_layers": 20,
+    "qk_norm": None,
+}
 VIDEO = {"guidance_embeds": False, "num_attention_heads": 20, "num_layers": 20}
 VIDEO2 = VIDEO | {"patch_size": (1, 1, 1), "attention_head_dim": 128, "in_channels": 128, "group_layers": 8}
 MODELS = {

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 CORE_NODES = "sana_core_nodes"
+# VIBE's image guidance. Also a key of a conditioning, with its strength.
+IMAGE_GUIDANCE = "sana_image_guidance"
 INTERVAL = "sana_guidance_interval"
 KEEP = "sana_keep_on_device"
 PERTURBED = "sana_perturbed_attention"

@@ -19,7 +19,7 @@ from ....sana_core.runtime.checks import check_name
 from ..compat.internals import add_lora_names, remember_loader
 from ..file_stats import Reloader
 from ..sampling.core_nodes import fit_core_nodes
-from ..sampling.guidance import follow_reference, refuse_unfit_samplers
+from ..sampling.guidance import add_image_guidance, follow_reference, refuse_unfit_samplers
 from ..sampling.latents import latent_format
 from ..sampling.model import SanaDiffusionModel, SanaModel
 from ..sampling.video_model import (
@@ -141,4 +141,5 @@ def load_model(
     # SANA-Video has a mask for each prompt, so it does not share one.
     if not part.is_video:
         follow_reference(patcher)
+        add_image_guidance(patcher)
     return patcher

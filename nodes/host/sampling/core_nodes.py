@@ -15,6 +15,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.checkpoints.lora import reference_note
 from ....sana_core.errors import InputError
+from ....sana_core.model.known_models import edits_images
 from ....sana_core.model.latents import DOWNSCALE
 from ..compat.patches import CORE_NODES
 from ..report import Notes
@@ -75,7 +76,8 @@ def begin(executor, noise, latent_image, sampler, *args, **kwargs):
     }
     for field, conds in guider.conds.items():
         for cond in conds:
-            for line in unfit(field, cond, model.diffusion_model.config.guidance_embeds):
+            config = model.diffusion_model.config
+            for line in unfit(field, cond, config.guidance_embeds, edits_images(config)):
                 notes.add(line)
     return executor(noise, latent_image, sampler, *args, **kwargs)
 
@@ -195,14 +197,13 @@ def are_same(encoded: torch.Tensor, embeds: torch.Tensor) -> bool:
     return torch.allclose(embeds.float(), encoded, rtol=2**-8, atol=1e-5)
 
 
-def unfit(field: str, cond: dict, has_guidance: bool) -> list[str]:
+def unfit(field: str, cond: dict, has_guidance: bool, edits: bool = False) -> list[str]:
     """Return a line for each setting in `cond` that SANA ignores or cannot use as intended."""
-    names = [name for key, name in UNREAD.items() if key in cond]
-    if has_guidance and "guidance" in cond:
-        names.remove(UNREAD["guidance"])
+    used = {"guidance"} if has_guidance else set()
+    used |= {"concat_latent_image", "reference_latents"} if edits else set()
     # SANA does not need the concatenated image for inpainting, because it uses the mask of the latent.
-    if "concat_mask" in cond:
-        names.remove(UNREAD["concat_latent_image"])
+    used |= {"concat_latent_image"} if "concat_mask" in cond else set()
+    names = [name for key, name in UNREAD.items() if key in cond and key not in used]
     lines = [no_effect(name) for name in names]
     if cond.get(ENCODED) is not None and not are_same(cond[ENCODED], cond["cross_attn"]):
         lines.append(

@@ -16,10 +16,10 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import SPRINT, is_video, model_of
+from ....sana_core.model.known_models import SPRINT, edits_images, is_video, model_of
 from ....sana_core.model.reference import reference_of
-from ....sana_core.sampling.guidance import PerturbedAttention, perturbed_attention
-from ..compat.patches import INTERVAL, PERTURBED, SHARED_MASK
+from ....sana_core.sampling.guidance import PerturbedAttention, image_shift, perturbed_attention
+from ..compat.patches import IMAGE_GUIDANCE, INTERVAL, PERTURBED, SHARED_MASK
 from .model import SanaModel
 from .prompts import Prompt, PromptCondition
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 # Key in transformer_options: sigma as a Python number, if the sampler has set it. Reading the tensor would wait for the
 # device.
 SIGMA = "sana_sigma"
+# Keys in a conditioning with the latents of an image.
+IMAGES = {"concat_latent_image", "reference_latents"}
+# Key in the conditioning of a pass whose image was removed.
+WITHOUT_IMAGE = "sana_without_image"
 # ComfyUI's name for multistep consistency sampling. For a flow model, its step equals a step of SCM.
 LCM = "sample_lcm"
 REMEDY = "use SANA Sampler with model_defaults, or lcm with cfg 1"
@@ -74,12 +78,12 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
     if scale:
 
         def wrapper(executor, base, conds, *args):
-            if len(conds) != 2 or conds[0] is None:
+            if len(conds) < 2 or conds[0] is None or not all(map(is_without_image, conds[2:])):
                 return executor(base, conds, *args)
-            with_prompt, without, perturbed = executor(base, [*conds, perturb(conds[0], attention)], *args)
+            *passes, perturbed = executor(base, [*conds, perturb(conds[0], attention)], *args)
             # Guidance computes u + g (c - u). The same shift of u and c shifts the result once.
-            shift = scale * (with_prompt - perturbed)
-            return [with_prompt + shift, without + shift]
+            shift = scale * (passes[0] - perturbed)
+            return [x0 + shift for x0 in passes]
 
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED, wrapper)
     return patched
@@ -110,7 +114,7 @@ def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatche
     patched.set_attachments(INTERVAL, (start, end))
 
     def wrapper(executor, base, conds, x, sigma, options):
-        perturbed = conds[2:]
+        perturbed = [cond for cond in conds[2:] if not is_without_image(cond)]
         if len(conds) < 2 or conds[1] is None or not all(map(is_perturbed, perturbed)):
             return executor(base, conds, x, sigma, options)
         high, low = (base.model_sampling.percent_to_sigma(share) for share in (start, end))
@@ -118,10 +122,46 @@ def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatche
         if low <= (float(sigma[0]) if now is None else now) <= high:
             return executor(base, conds, x, sigma, options)
         with_prompt, _, *perturbed_results = executor(base, [conds[0], None, *perturbed], x, sigma, options)
-        return [with_prompt, with_prompt, *perturbed_results]
+        # The pass without an image is before the perturbed one.
+        return [*[with_prompt] * (len(conds) - len(perturbed)), *perturbed_results]
 
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL, wrapper)
     return patched
+
+
+def is_without_image(conds: list[dict] | None) -> bool:
+    return bool(conds) and WITHOUT_IMAGE in conds[0]
+
+
+def add_image_guidance(patcher: ModelPatcher) -> None:
+    """Let a model that edits images compute a third pass, without the image, in nodes with a positive and a negative.
+
+    The strength is IMAGE_GUIDANCE of the negative, or the model's default. At 1 and below there are two passes.
+    """
+    model = model_of(patcher.model.diffusion_model.config)
+    if not edits_images(patcher.model.diffusion_model.config):
+        return
+
+    def wrapper(executor, base, conds, *args):
+        # Core's DualCFGGuider has three conditionings, and the formula itself.
+        if len(conds) != 2 or not conds[0] or not conds[1]:
+            return executor(base, conds, *args)
+        guidance = conds[1][0].get(IMAGE_GUIDANCE, model.image_guidance)
+        if guidance <= 1 or not any(cond.keys() & IMAGES for cond in conds[1]):
+            return executor(base, conds, *args)
+        without = list(map(remove_image, conds[1]))
+        positive, negative, neither = executor(base, [*conds, without], *args)
+        shift = image_shift(negative, neither, guidance)
+        return [positive + shift, negative + shift]
+
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, IMAGE_GUIDANCE, wrapper)
+
+
+def remove_image(cond: dict) -> dict:
+    """Return a copy of `cond` without the image, with a uuid that is the same in every step."""
+    image = comfy.conds.CONDNoiseShape(torch.zeros_like(cond["model_conds"]["c_concat"].cond))
+    pass_id = uuid.uuid5(cond["uuid"], WITHOUT_IMAGE)
+    return {**cond, "uuid": pass_id, WITHOUT_IMAGE: True, "model_conds": {**cond["model_conds"], "c_concat": image}}
 
 
 def follow_reference(patcher: ModelPatcher) -> None:

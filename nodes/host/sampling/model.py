@@ -16,7 +16,7 @@ from diffusers import SanaControlNetModel, SanaTransformer2DModel
 from ....sana_core.errors import InputError
 from ....sana_core.model.controlnet import check_width
 from ....sana_core.model.forward import velocity
-from ....sana_core.model.known_models import GUIDANCE, size_note, trained_size
+from ....sana_core.model.known_models import GUIDANCE, edits_images, size_note, trained_size
 from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
 from ....sana_core.model.reference import model_timestep
 from ..compat.internals import prefetched_blocks
@@ -161,10 +161,25 @@ class SanaModel(comfy.model_base.BaseModel):
         out["c_crossattn"] = comfy.conds.CONDRegular(context)
         if mask is not None:
             out["attention_mask"] = comfy.conds.CONDRegular(mask)
+        if edits_images(self.diffusion_model.config):
+            out["c_concat"] = comfy.conds.CONDNoiseShape(self.edited_latents(**kwargs))
         if self.diffusion_model.config.guidance_embeds:
             guidance = float(kwargs.get("guidance", GUIDANCE))
             out["guidance"] = comfy.conds.CONDRegular(torch.tensor([guidance], device=context.device))
         return out
+
+    def edited_latents(self, prompt_type, noise, concat_latent_image=None, reference_latents=(), **kwargs):
+        """Return the latents of the image that VIBE edits, in the model's scale, or zeros without an image."""
+        images = [*([] if concat_latent_image is None else [concat_latent_image]), *reference_latents]
+        if not images:
+            return torch.zeros_like(noise)
+        if len(images) > 1 or images[0].shape[1:] != noise.shape[1:]:
+            got = ", ".join(str(list(latents.shape)) for latents in images)
+            raise InputError(
+                f"{prompt_type}: got images with latents of {got}, expected one like {list(noise.shape)}; connect the "
+                "latent of SANA Edit"
+            )
+        return self.process_latent_in(images[0].to(noise))
 
 
 def image_pixels(latents: torch.Tensor) -> tuple[int, int]:

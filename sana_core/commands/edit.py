@@ -1,0 +1,53 @@
+"""`generate` with VIBE: images edited by sentences, or images of prompts."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from ..batch.pipeline import SamplingSettings
+from ..checkpoints import Checkpoint
+from ..checkpoints.generation import record_of
+from ..edit import edit_images
+from ..errors import InputError
+from ..model.known_models import ImageModel
+from ..runtime.file_ranges import FileRange, read_range
+from ..training.images import decode_image
+
+# Options that VIBE does not have, and their defaults.
+OTHERS = {
+    **dict.fromkeys(("best", "of", "scorer", "cluster", "gpus", "resource", "chunk", "negative_prompt")),
+    **{"split": False, "gpus_per_worker": 1.0},
+}
+
+
+def is_edit(arguments: argparse.Namespace, checkpoint: Checkpoint) -> bool:
+    """Whether VIBE generates: it is the model, or its options are set. Raises InputError for options that it lacks."""
+    record = None if checkpoint.transformer is None else record_of(checkpoint.transformer)
+    is_vibe = isinstance(record, ImageModel) and record.architecture.edits
+    if not is_vibe and arguments.edit is arguments.image_guidance is None:
+        return False
+    wrong = [name for name, default in OTHERS.items() if getattr(arguments, name) != default]
+    wrong += ["devices"] * (len(arguments.devices or ()) > 1)
+    wrong += [name for name in ("width", "height") if arguments.edit is not None and getattr(arguments, name)]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]}: got it for VIBE, expected one device, no negative prompt and the image's size; leave it out"
+        )
+    return True
+
+
+def edited(
+    arguments: argparse.Namespace, checkpoint: Checkpoint, settings: SamplingSettings, device: torch.device
+) -> torch.Tensor:
+    """Return the images of `edit_images` for the options of the command."""
+    import numpy as np
+
+    pixels = None
+    if arguments.edit is not None:
+        name = f"edit: {str(arguments.edit):.240}"
+        image = decode_image(read_range(FileRange(arguments.edit), name), name)
+        pixels = torch.from_numpy(np.array(image)).movedim(-1, 0)
+    sampling = settings, arguments.image_guidance, device
+    return edit_images(arguments.prompts, checkpoint, pixels, arguments.seed, arguments.count, *sampling)

@@ -1,0 +1,208 @@
+"""VIBE on the canvas: the command line's images, by SANA Sampler, KSampler and core's own nodes for edits."""
+
+import shutil
+
+import pytest
+import torch
+import vibe_models
+from in_process import NodeError
+
+import sana_core
+from sana_core.batch.pipeline import SamplingSettings
+
+TEXT, STEPS, NAME = "make it winter", 4, "VIBE-Image-Edit"
+BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(host):
+    folder = host.models / "diffusers" / NAME
+    vibe_models.save_vibe(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def image():
+    rows = torch.randint(256, (1, 3, 7, 9), generator=torch.Generator().manual_seed(5)) / 255
+    return (torch.nn.functional.interpolate(rows, (416, 608), mode="bilinear") * 255).round()[0].byte()
+
+
+@pytest.fixture
+def build(folder, image):
+    """A function of overrides: the graph from the folder and an image to the edit."""
+
+    def graph(node="SanaNodesSampler", image_guidance=1.2, model=("load", 0), **inputs):
+        links = {"clip": ["load", 1], "vae": ["load", 2], "image": ["image", 0]}
+        conds = {"model": list(model), "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
+        sampling = {"seed": 3, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m"}
+        return {
+            "load": ("SanaNodesLoader", {"model": NAME}),
+            "image": ("AnyValue", {"value": image.movedim(0, -1)[None] / 255}),
+            "edit": ("SanaNodesEdit", {**links, "text": TEXT, "image_guidance": image_guidance}),
+            "sample": (node, {**conds, **sampling, **inputs}),
+            "decode": ("VAEDecode", {"samples": ["sample", 0], "vae": ["load", 2]}),
+            "catch image": ("Catch", {"value": ["decode", 0], "name": "image"}),
+            "catch latent": ("Catch", {"value": ["sample", 0], "name": "latent"}),
+        }
+
+    return graph
+
+
+def by_command(folder, image, image_guidance=1.2, **changes):
+    settings = SamplingSettings(steps=STEPS, **changes)
+    return sana_core.edit_images(TEXT, folder, image, 3, settings=settings, image_guidance=image_guidance)
+
+
+def shown(caught):
+    return caught["image"].movedim(-1, 1) * 2 - 1
+
+
+@pytest.mark.parametrize(("guidance", "image_guidance"), [(4.5, 1.2), (4.5, 0.5), (1.0, 1.2)])
+def test_the_canvas_edits_as_the_command_line(host, build, folder, image, guidance, image_guidance):
+    caught = host.run(build(guidance=guidance, image_guidance=image_guidance))
+    expected = by_command(folder, image, image_guidance, guidance=guidance)
+    assert (shown(caught) - expected).abs().max() <= BOUND
+
+
+def test_core_nodes_make_the_same_edit(host, build, image):
+    ours = host.run(build())["latent"]["samples"]
+    graph = build()
+    graph |= {
+        "positive": ("CLIPTextEncode", {"clip": ["load", 1], "text": TEXT}),
+        "pixels": ("VAEEncode", {"pixels": ["image", 0], "vae": ["load", 2]}),
+        "empty": ("CLIPTextEncode", {"clip": ["load", 1], "text": ""}),
+        "middle": ("ReferenceLatent", {"conditioning": ["empty", 0], "latent": ["pixels", 0]}),
+        "noise": ("RandomNoise", {"noise_seed": 3}),
+        "guider": (
+            "DualCFGGuider",
+            {
+                "model": ["load", 0],
+                "cond1": ["edit", 0],
+                "cond2": ["middle", 0],
+                "negative": ["empty", 0],
+                "cfg_conds": 4.5,
+                "cfg_cond2_negative": 1.2,
+                "style": "regular",
+            },
+        ),
+        "select": ("SanaNodesSamplerSelect", {"sampler": "flow_dpmpp_2m"}),
+        "sigmas": (
+            "SanaNodesScheduler",
+            {"model": ["load", 0], "sampler": "flow_dpmpp_2m", "steps": STEPS, "denoise": 1.0},
+        ),
+        "sample": (
+            "SamplerCustomAdvanced",
+            {
+                "noise": ["noise", 0],
+                "guider": ["guider", 0],
+                "sampler": ["select", 0],
+                "sigmas": ["sigmas", 0],
+                "latent_image": ["edit", 2],
+            },
+        ),
+    }
+    theirs = host.run(graph)["latent"]["samples"]
+    assert (ours - theirs).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
+def test_an_edit_is_the_same_with_little_memory(host, build, short_memory, state):
+    expected = host.run(build())["latent"]["samples"]
+    short_memory(state)
+    assert (host.run(build())["latent"]["samples"] - expected).abs().max() <= BOUND
+
+
+def test_a_bare_transformer_makes_the_same_edit(host, build, folder):
+    file = host.models / "diffusion_models" / "vibe.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    shutil.copy(folder / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    shutil.copy(folder / "transformer" / "config.json", file.with_name("config.json"))
+    try:
+        graph = build(model=("bare", 0))
+        graph["bare"] = ("SanaNodesModelLoader", {"model_name": file.name})
+        latents = host.run(graph)["latent"]["samples"]
+    finally:
+        file.unlink()
+        file.with_name("config.json").unlink()
+    assert torch.equal(latents, host.run(build())["latent"]["samples"])
+
+
+def test_a_saved_model_makes_the_same_edit(host, build):
+    # ComfyUI writes the graph into the file, and no tensor.
+    white = ("EmptyImage", {"width": 608, "height": 416, "batch_size": 1, "color": 0xFFFFFF})
+    graph = {**build(), "image": white}
+    graph["save"] = ("ModelSave", {"model": ["load", 0], "filename_prefix": "vibe"})
+    expected = host.run(graph)["latent"]["samples"]
+    (file,) = host.output.glob("vibe*.safetensors")
+    target = host.models / "diffusion_models" / "saved-vibe.safetensors"
+    target.parent.mkdir(exist_ok=True)
+    shutil.move(file, target)
+    try:
+        graph = {**build(model=("saved", 0)), "image": white}
+        graph["saved"] = ("SanaNodesModelLoader", {"model_name": target.name})
+        assert torch.equal(host.run(graph)["latent"]["samples"], expected)
+    finally:
+        target.unlink()
+
+
+def test_a_quantised_model_edits_nearly_the_same(host, build):
+    expected = host.run(build())["latent"]["samples"]
+    graph = build()
+    graph["load"][1]["quantise"] = "int8"
+    latents = host.run(graph)["latent"]["samples"]
+    assert 0 < (latents - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+def batched(graph, devices):
+    links = {"model": ["load", 0], "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
+    sampling = {"seed": 2, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "count": 2, "chunk": 0}
+    graph["batch"] = ("SanaNodesBatchSampler", {**links, **sampling, "devices": devices})
+    graph["catch batch"] = ("Catch", {"value": ["batch", 0], "name": "batch"})
+    return graph
+
+
+@pytest.mark.parametrize("devices", ["default", "cpu x 2"])
+def test_a_batch_makes_the_same_edits(host, build, devices):
+    caught = host.run(batched(build(), devices))
+    assert torch.equal(caught["batch"]["samples"][1], caught["latent"]["samples"][0])
+
+
+def test_a_split_edit_is_the_whole_edit(host, build):
+    graph = build(model=("split", 0))
+    graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "cpu x 2"})
+    expected = host.run(build())["latent"]["samples"]
+    assert (host.run(graph)["latent"]["samples"] - expected).abs().max() <= BOUND
+
+
+def test_guidance_nodes_work_on_edits(host, build, folder, image):
+    graph = build(model=("limit", 0))
+    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})
+    graph["limit"] = ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.2, "end": 0.9})
+    caught = host.run(graph)
+    changes = {"pag_scale": 2.0, "pag_blocks": "1", "guidance_interval": (0.2, 0.9)}
+    assert (shown(caught) - by_command(folder, image, **changes)).abs().max() <= BOUND
+
+
+def test_without_an_image_core_nodes_generate(host, build, folder):
+    graph = build()
+    graph["positive"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": TEXT})
+    graph["empty"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": ""})
+    graph["latent"] = ("SanaNodesEmptyLatent", {"width": 128, "height": 96, "batch_size": 1})
+    links = {"positive": ["positive", 0], "negative": ["empty", 0], "latent_image": ["latent", 0]}
+    graph["sample"] = ("SanaNodesSampler", {**graph["sample"][1], **links})
+    expected = by_command(folder, None, width=128, height=96)
+    assert (shown(host.run(graph)) - expected).abs().max() <= BOUND
+
+
+def test_wrong_inputs_are_one_line(host, build):
+    graph = build()
+    graph["load other"] = ("SanaNodesLoader", {"model": "sana-tiny"})
+    graph["edit"][1]["clip"] = ["load other", 1]
+    with pytest.raises(NodeError, match="clip: got SanaTextModel, expected VIBE's Qwen3-VL"):
+        host.run(graph)
+    graph = build()
+    graph["latent"] = ("SanaNodesEmptyLatent", {"width": 128, "height": 96, "batch_size": 1})
+    graph["sample"][1]["latent_image"] = ["latent", 0]
+    with pytest.raises(NodeError, match="got images with latents of .* expected one like"):
+        host.run(graph)
