@@ -1,6 +1,6 @@
 """SANA outside ComfyUI: load, encode, sample, decode. Heavy libraries are imported where they are used."""
 
-from .batch.scorer import load_scorer
+from .batch.best import load_scorer
 from .checkpoints import (
     inspect_checkpoint,
     load_autoencoder,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import NUMBERS, VALUES, changed_bytes, changed_json, with_file
 
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import load_scorer
 
 JSON_FILES = ("config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
 # These fields make transformers download code, read other folders or choose other classes.

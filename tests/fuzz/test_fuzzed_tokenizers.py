@@ -15,7 +15,7 @@ from mutations import NUMBERS, VALUES, changed_bytes, changed_json, with_file
 from small import BUNDLED
 
 import sana_core
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import load_scorer
 from sana_core.checkpoints.tokenizer import SETTINGS
 
 PROMPTS = ["", "a red house", "\u2581 \0\u0130e\u0301 \U0001f3d4<bos><|endoftext|>\n\n", "a" * 200_000, "q ." * 70_000]

@@ -7,7 +7,7 @@ import torch
 from clips import PROMPT, save_clip
 from safetensors.torch import load_file, save_file
 
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import load_scorer
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch import best
-from sana_core.batch.best import Best
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import Best, load_scorer
 from sana_core.errors import InputError
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]

@@ -11,7 +11,7 @@ from clips import PROMPT, byte_tokenizer, save_clip
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 import sana_core
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import load_scorer
 from sana_core.checkpoints.tokenizer import sentencepiece_tokenizer
 from sana_core.errors import CheckpointError
 

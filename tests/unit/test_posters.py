@@ -22,7 +22,7 @@ from demo.captions import NUMBERS, SAID, prompt, random_caption
 from demo.dataset import write_dataset
 from demo.layout import apart, lay_out
 from demo.painting import paint, paint_placed
-from sana_core.batch.scorer import load_scorer
+from sana_core.batch.best import load_scorer
 from sana_core.checkpoints import find_part, inspect_checkpoint, load_text_encoder
 from sana_core.checkpoints.generation import shift_of
 from sana_core.model.text import encode_prompts

@@ -12,8 +12,7 @@ import comfy.utils
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ....sana_core.batch.best import best_first
-from ....sana_core.batch.scorer import Scorer, load_scorer
+from ....sana_core.batch.best import Scorer, best_first, load_scorer
 from ....sana_core.errors import CheckpointError, InputError
 from ....sana_core.runtime.cancellation import Polled
 from ....sana_core.runtime.checks import check_text
