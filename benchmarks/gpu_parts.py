@@ -29,10 +29,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import ROOT
-from benchmarks.machine import host_speed
+from benchmarks.machine import host_speed, random_transformer
 from sana_core.batch.pipeline import Conditioning, Models, ResolvedSettings, sample
 from sana_core.batch.plan import ImageSpec
-from sana_core.doctor.arithmetic import transformer as random_transformer
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.forward_inputs import Constants
 from sana_core.model.known_models import VARIANTS, Architecture
@@ -231,10 +230,10 @@ def trained(recorder: Recorder) -> None:
     from PIL import Image
 
     from sana_core import generate
-    from sana_core.doctor.arithmetic import BUNDLED, EXPECTED
+    from sana_core.doctor.files import BUNDLED
     from sana_core.runtime.image_files import levels
 
-    with Image.open(EXPECTED) as image:
+    with Image.open(BUNDLED / "expected.png") as image:
         expected, settings = np.asarray(image).astype(int), json.loads(image.info["sana"])
     settings.pop("digests")
     prompt = settings.pop("prompt")

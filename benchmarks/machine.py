@@ -15,6 +15,17 @@ from typing import Any
 from benchmarks import ROOT
 
 
+def random_transformer(width: int, layers: int) -> Any:
+    """Return diffusers' transformer with a released width and random weights, in float32 on the CPU."""
+    import torch
+
+    from sana_core.model.known_models import Architecture, build_transformer
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_transformer(Architecture(width, layers)).requires_grad_(False)
+
+
 def description() -> dict:
     return {
         "date": time.strftime("%Y-%m-%d"),

@@ -12,9 +12,8 @@ import sys
 import torch
 from transformers import Gemma2Config, Gemma2Model
 
-from benchmarks.machine import last_line, write
+from benchmarks.machine import last_line, random_transformer, write
 from sana_core.decode.device_memory import PeakMemory
-from sana_core.doctor.arithmetic import transformer
 from sana_core.memory import INSTRUCTION_TOKENS, text_bytes, transformer_bytes
 from sana_core.model.known_models import MAX_TOKENS, Architecture
 from sana_core.sampling.guidance import denoiser
@@ -26,7 +25,7 @@ TRANSFORMERS = [(width, pixels, dtype) for width in (1152, 2240) for pixels in (
 
 def measure_transformer(width: int, pixels: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return measured and predicted bytes of a guided step."""
-    model = transformer(width, BLOCKS).to(dtype)
+    model = random_transformer(width, BLOCKS).to(dtype)
     side = pixels // 32
     prompt = torch.randn(1, 300, 2304, dtype=dtype), torch.ones(1, 300)
     x = torch.randn(1, 32, side, side)

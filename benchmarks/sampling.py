@@ -22,8 +22,7 @@ from fake_cuda import pack
 from in_process import Host
 
 from benchmarks import ROOT
-from benchmarks.machine import description
-from sana_core.doctor.arithmetic import transformer as released
+from benchmarks.machine import description, random_transformer
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.samplers import SAMPLERS
 
@@ -139,7 +138,7 @@ def ksampler_beside_loop(transformer: torch.nn.Module, pixels: int, runs: int) -
 
 
 def main() -> None:
-    transformer = released(1152, BLOCKS)
+    transformer = random_transformer(1152, BLOCKS)
     figures = description() | {
         "model": f"SANA-0.6B with {BLOCKS} of 28 blocks, random weights, fp32, {STEPS} steps, guidance {GUIDANCE}",
         "threads": torch.get_num_threads(),

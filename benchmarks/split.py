@@ -19,9 +19,8 @@ from functools import partial
 import torch
 from decoders import f32c32
 
-from benchmarks.machine import write
+from benchmarks.machine import random_transformer, write
 from sana_core.decode import decode_latents
-from sana_core.doctor.arithmetic import transformer
 from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.split.devices import Split
 
@@ -48,7 +47,7 @@ def shared_step(model, arguments, devices: int):
 
 def count() -> dict:
     """Return the bytes and messages of a block that the middle one of three shards counts, at 1.6B's width in fp32."""
-    model = transformer(LARGE, 1)
+    model = random_transformer(LARGE, 1)
     _, exchanges = shared_step(model, step(model, 5, 32), 3)
     middle = exchanges[1]
     return {
@@ -64,7 +63,7 @@ def differences() -> dict:
     torch.set_num_threads(1)
     figures = {}
     for variant, width, rows, columns in (("1.6B", LARGE, 11, 17), ("0.6B", SMALL, 9, 33)):
-        model = transformer(width, 2)
+        model = random_transformer(width, 2)
         arguments = step(model, rows, columns)
         with torch.no_grad():
             undivided = velocity(model, *arguments)
@@ -81,7 +80,7 @@ def timed(mode: str) -> dict[str, float]:
     """Return the seconds of a step and of a decode in this process, with one thread or with two."""
     torch.set_num_threads(2 if mode == "threads" else 1)
     os.sched_setaffinity(0, {0} if mode == "one" else {0, 1})
-    model, decoder = transformer(SMALL, BLOCKS), f32c32(1)
+    model, decoder = random_transformer(SMALL, BLOCKS), f32c32(1)
     x, timestep, constants = arguments = step(model, 32, 32)
 
     def sample():

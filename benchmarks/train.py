@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from trainers import make_trainer, take_step
 
-from benchmarks.machine import write
+from benchmarks.machine import random_transformer, write
 from benchmarks.train_lora import CHECKPOINT
 from demo.beside import small
 from demo.captions import random_caption
 from demo.dataset import write_dataset
 from demo.world import training_scenes
-from sana_core.doctor.arithmetic import transformer
 from sana_core.runtime.accelerator import current_accelerator
 from sana_core.training.cache import Cache, Encoders, ModelIds, Store, build_cache
 from sana_core.training.dataset import read_dataset
@@ -172,7 +171,7 @@ def main() -> None:
             "threads": 1,
             "step": {
                 "0.6B, 6 blocks, 512 px, batch 2": step(
-                    [transformer(1152, 6), transformer(1152, 6)], random_data(folder, 512, 2304), 2
+                    [random_transformer(1152, 6), random_transformer(1152, 6)], random_data(folder, 512, 2304), 2
                 ),
                 "bundled model, 128 px, batch 32": step(
                     bundled, random_data(folder, 128, bundled[0].config.caption_channels), 32

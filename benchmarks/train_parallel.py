@@ -28,7 +28,7 @@ from live_bytes import BLOCK, LiveBytes
 from trainers import make_trainer, take_step
 
 from benchmarks import ROOT
-from benchmarks.machine import description
+from benchmarks.machine import description, random_transformer
 from benchmarks.train_memory import (
     FULL,
     SAMPLES,
@@ -37,7 +37,6 @@ from benchmarks.train_memory import (
     fake_batch,
     make_settings,
 )
-from sana_core.doctor.arithmetic import transformer
 from sana_core.memory import CONTEXT
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.training.cache import Batch
@@ -129,7 +128,7 @@ def seconds(ranks: Ranks, kind: str, bare: bool) -> float:
     """Return the median seconds of a step with two images, of the trainer or of a bare loop."""
     torch.manual_seed(0)
     settings = speed_settings(kind)
-    learner = make_trainer(transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
+    learner = make_trainer(random_transformer(1152, BLOCKS), 3.0, settings, ranks=ranks)
     batch, empty = fake_batch(1, 16, torch.float32), empty_prompt(torch.float32)
     data: Any = SimpleNamespace(cache=SimpleNamespace(load=lambda indices: batch, empty=empty), samples=SAMPLES)
     durations = []

@@ -1,4 +1,4 @@
-"""Draw the image that `doctor` compares with: `python -m demo.expected FOLDER [PROMPT]`, on the CPU in float32."""
+"""Draw the image that `make gpu` compares with: `python -m demo.expected FOLDER [PROMPT]`, on the CPU in float32."""
 
 import json
 import sys

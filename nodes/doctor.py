@@ -7,8 +7,8 @@ from comfy_api.latest import io, ui
 
 class SanaNodesDoctor(io.ComfyNode):
     """
-    Checks this machine and its SANA files, and writes one block to paste into a bug report: versions, the GPU,
-    arithmetic against known results, and the kind of each file. It takes up to two minutes.
+    Checks this machine and its SANA files, and writes one block to paste into a bug report: versions, the GPU, its
+    kernels, and the kind of each file. It takes up to two minutes.
     """
 
     @classmethod

@@ -39,7 +39,6 @@ def examine_host(files: bool) -> tuple[str, str, str]:
     `files`: also check the SANA files in the models folders.
     """
     management = comfy.model_management
-    management.unload_all_models()
     show_status = status_under_running_node()
     report = Report(
         management.throw_exception_if_processing_interrupted,
@@ -47,7 +46,7 @@ def examine_host(files: bool) -> tuple[str, str, str]:
         lambda subject: show_status(f"checking {subject}"),
     )
     describe_host(report)
-    examine(report, model_files() if files else (), str(management.get_torch_device()))
+    examine(report, model_files() if files else ())
     faults = (f"{line.subject}: got {line.got}, expected {line.expected}" for line in report.faults)
     return report.markdown(), json.dumps(report.as_json(), indent=1), "\n".join([report.summary(), *faults])
 

@@ -1,7 +1,7 @@
 """Check this machine and model files: one block to paste into a bug report.
 
-It checks versions, the GPU, arithmetic against known results, and the model files at PATH. Nothing is sent anywhere,
-and the report contains no names of users or folders. The exit status is 1 if the report has a fault.
+It checks versions, the GPU, its kernels, and the model files at PATH. Nothing is sent anywhere, and the report contains
+no names of users or folders. The exit status is 1 if the report has a fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="model files, or folders of them, such as ComfyUI's models",
     )
-    add("--device", default="", help="for the arithmetic, such as cpu or cuda:0; default: the GPU, or else the CPU")
     add("--seconds", type=float, default=SECONDS, help="skip checks that would begin later; default: %(default).0f")
     add("--json", type=path_of, help="also write the report to this file")
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_target(arguments.json)
     check_number("seconds", arguments.seconds, 0, LARGEST_SECONDS)
     report = Report(seconds=arguments.seconds, on_check=show_progress)
-    examine(report, arguments.paths, arguments.device)
+    examine(report, arguments.paths)
     if arguments.json is not None:
         with output_file(arguments.json, field="json") as part:
             part.write_text(json.dumps(report.as_json(), indent=1) + "\n")

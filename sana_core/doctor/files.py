@@ -13,11 +13,12 @@ from ..checkpoints.headers import PICKLED, SUFFIXES
 from ..checkpoints.kinds import TRANSFORMER_KINDS
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
 from ..errors import CheckpointError, SanaError
+from ..model.known_models import DEMO_MODEL
 from ..runtime.atomic_files import digest_file
-from .arithmetic import BUNDLED
 from .report import RIGHT, Report
 
 SECTION = "Model files"
+BUNDLED = Path(__file__).parents[2] / "demo" / DEMO_MODEL
 # SHA-256 of published files. Each DC-AE is in three repositories, the other files are in one.
 PUBLISHED = {
     "dfd991d1b54ffabf22745c5885589d8f2a7bc59930d95d92bd741c4fc64454bb": "DC-AE 1.1",

@@ -103,25 +103,12 @@ def describe_devices(report: Report) -> None:
         device = torch.device(accelerator.type, index)
         with report.checking(SECTION, str(device)):
             report.note(SECTION, str(device), describe_card(device))
-    for dtype in accelerator_dtypes(accelerator):
-        with report.checking(SECTION, f"fused kernels, {dtype}"):
-            check_kernels(report, accelerator, dtype)
-
-
-def check_kernels(report: Report, device: torch.device, dtype: torch.dtype) -> None:
-    """Add a line with the fused kernels that do not build or run on `device`, and the reasons."""
-    refused = refused_kernels(device, dtype)
-    got = "; ".join(f"not {kernel} ({why})" for kernel, why in refused.items()) or "all"
-    report.judge(SECTION, f"fused kernels, {named(dtype)}", "all", got, not refused)
-
-
-def named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def accelerator_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the 16-bit dtypes that `device` supports."""
-    return [torch.bfloat16, torch.float16] if has_bf16(device) else [torch.float16]
+    for dtype in (torch.bfloat16, torch.float16) if has_bf16(accelerator) else (torch.float16,):
+        subject = f"fused kernels, {str(dtype).removeprefix('torch.')}"
+        with report.checking(SECTION, subject):
+            refused = refused_kernels(accelerator, dtype)
+            got = "; ".join(f"not {kernel} ({why})" for kernel, why in refused.items()) or "all"
+            report.judge(SECTION, subject, "all", got, not refused)
 
 
 def describe_card(device: torch.device) -> str:

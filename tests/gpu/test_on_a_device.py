@@ -9,8 +9,8 @@ from decoders import f32c32, noise
 from setup import ROOT
 from shape_judge import judge
 
+from benchmarks.machine import random_transformer
 from sana_core import decode_latents, encode_images, encode_prompts, generate, load_text_encoder
-from sana_core.doctor.arithmetic import transformer
 from sana_core.kernels.trial import TRIALS, kernels_on
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.known_models import VARIANTS
@@ -33,7 +33,7 @@ def error(got, truth):
 @pytest.fixture(scope="module")
 def blocks(small):
     """A function that makes two blocks of SANA 1.6B with random weights, or of 0.6B."""
-    return lambda: transformer(VARIANTS["0.6B" if small else "1.6B"].width, 2)
+    return lambda: random_transformer(VARIANTS["0.6B" if small else "1.6B"].width, 2)
 
 
 def test_the_kernels_run_on_it(device, dtype):

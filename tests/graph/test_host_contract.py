@@ -36,7 +36,6 @@ CALLS = {
     "comfy.model_management.soft_empty_cache": ("", "training.py"),
     "comfy.model_management.supports_cast": ("device dtype", "clip.py"),
     "comfy.model_management.throw_exception_if_processing_interrupted": ("", "every loop"),
-    "comfy.model_management.unload_all_models": ("", "doctor.py"),
     "comfy.model_management.unet_dtype": ("device model_params supported_dtypes weight_dtype", "load_model.py"),
     "comfy.model_management.unet_manual_cast": ("weight_dtype inference_device supported_dtypes", "load_model.py"),
     "comfy.model_prefetch.make_prefetch_queue": ("queue device transformer_options", "compat.py (prefetched_blocks)"),

@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pretend_card import pretend_cards
 from setup import ROOT
 
-from sana_core.doctor import Report, arithmetic, examine
+from sana_core.doctor import Report, examine
 from sana_core.doctor.machine import describe_devices
 from sana_core.kernels import trial
 
@@ -59,16 +58,12 @@ def test_tensors_of_several_devices_raise_and_bytes_are_counted():
         assert not cards.alive[CARD]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cards", [1, 2], indirect=True)
 def test_a_working_gpu_has_no_fault_in_any_section(cards):
     report = Report(seconds=5000)
-    examine(report, [POSTERS, CYANOTYPE], "cuda")
+    examine(report, [POSTERS, CYANOTYPE])
     assert not report.faults, report.markdown()
-    steps = {
-        f"step of two blocks, width {width}, {dtype}" for width in (1152, 2240) for dtype in ("bfloat16", "float16")
-    }
-    assert rights(report) >= steps | {"image of the bundled model", CYANOTYPE.name}
+    assert rights(report) >= {"fused kernels, bfloat16", "fused kernels, float16"}
     assert not any(cards.alive.values())
 
 
@@ -85,22 +80,3 @@ def test_a_gpu_without_triton_says_which_kernels_are_missing_and_why(monkeypatch
     assert faults(report).keys() == {"fused kernels, bfloat16", "fused kernels, float16"}
     for got in faults(report).values():
         assert all(f"not {name} (" in got for name in trial.TRIALS) and "triton" in got
-
-
-def test_a_gpu_that_computes_something_else_is_found(cards, monkeypatch):
-    def off(*arguments, **options):
-        return 1.02 * original(*arguments, **options)
-
-    original = F.linear
-    monkeypatch.setattr(F, "linear", off)
-    report = Report(seconds=1000)
-    arithmetic.check_bundled(report, CARD)
-    assert faults(report).keys() == {"image of the bundled model"}
-
-
-def test_a_gpu_that_runs_out_of_memory_is_a_line_and_no_end(no_trials):
-    report = Report(seconds=1000)
-    with pretend_cards(total=1_000_000):
-        arithmetic.check_bundled(report, CARD)
-    assert faults(report).keys() == {"image of the bundled model"}
-    assert all(got.startswith("OutOfMemoryError: CUDA out of memory") for got in faults(report).values())

@@ -135,7 +135,7 @@ OPTIONS = {
     },
     "convert": {"dtype": "--dtype float32", "resolution": "--resolution 2048", "ema": "--ema"},
     "inspect": {},
-    "doctor": {"device": "--device cuda:7", "seconds": "--seconds nan", "json": "--json report.json"},
+    "doctor": {"seconds": "--seconds nan", "json": "--json report.json"},
     "plan": {
         "width": "--width 544",
         "height": "--height 544",
