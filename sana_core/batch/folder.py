@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from stat import S_ISREG
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ..errors import ExistingFileError, InputError
 from ..runtime.atomic_files import digest_of, patiently, reason_of, remove, sync_folder, write_whole
@@ -44,8 +43,8 @@ class OutputFolder:
         # For each run in this folder, and consecutive prompts with the same seed: the first prompt, the prompt after
         # the last one, the seed, and the images per prompt.
         self.claims: list[list[int]] = []
-        # The version of the manifest that this run has read or written. None: there is no manifest.
-        self.manifest = ManifestVersion.read(self.path / MANIFEST)
+        # The digest of the manifest that this run has read or written. None: there is no manifest.
+        self.manifest = manifest_digest(self.path / MANIFEST)
         # When the manifest is written again, in time.monotonic().
         self.next_write = 0.0
         # Whether the log has a warning about a manifest that could not be written.
@@ -151,13 +150,13 @@ class OutputFolder:
     def replace_manifest(self) -> None:
         """Write the manifest. Raises OSError, and ExistingFileError if another program has written it."""
         path = self.path / MANIFEST
-        if path.exists() and (self.manifest is None or not self.manifest.is_still(path)):
+        if path.exists() and (self.manifest is None or manifest_digest(path) != self.manifest):
             raise ExistingFileError(f"out: somebody else has written {path}; move it away, the same command resumes")
         document = {"settings": self.settings, "claims": self.claims, "images": dict(sorted(self.entries.items()))}
         data = json.dumps(document, indent=1, allow_nan=False).encode()
         write_whole(path, data, self.held.run, replace=True)
         sync_folder(self.path)
-        self.manifest = ManifestVersion.of(path, data)
+        self.manifest = digest_of(data)
 
 
 def claims_of(images: Sequence[ImageSpec]) -> Iterator[tuple[int, int, int, int]]:
@@ -196,37 +195,9 @@ def read_manifest(folder: Path) -> Json:
     return {"settings": settings, "claims": claims, "images": images}
 
 
-class ManifestVersion(NamedTuple):
-    """A version of the manifest, to notice that another program has written it."""
-
-    # Bytes.
-    size: int
-    # Nanoseconds.
-    modified: int
-    digest: str
-
-    @classmethod
-    def read(cls, path: Path) -> ManifestVersion | None:
-        """Return the version of the file at `path`, or None if there is no file."""
-        return cls.of(path, patiently(path.read_bytes)) if path.is_file() else None
-
-    @classmethod
-    def of(cls, path: Path, data: bytes) -> ManifestVersion | None:
-        """Return the version of the file at `path` with this content, or None if it is gone."""
-        try:
-            return cls(len(data), path.stat().st_mtime_ns, digest_of(data))
-        except FileNotFoundError:
-            return None
-
-    def is_still(self, path: Path) -> bool:
-        """Return whether the file at `path` is this version.
-
-        exFAT and FUSE may change the inode of a file, and round its time. So the content decides if the time differs.
-        """
-        try:
-            status = path.stat()
-            if (status.st_size, status.st_mtime_ns) == (self.size, self.modified):
-                return True
-            return status.st_size == self.size and digest_of(patiently(path.read_bytes)) == self.digest
-        except FileNotFoundError:
-            return True
+def manifest_digest(path: Path) -> str | None:
+    """Return the digest of the manifest at `path`, or None if there is no file."""
+    try:
+        return digest_of(patiently(path.read_bytes)) if path.is_file() else None
+    except FileNotFoundError:
+        return None

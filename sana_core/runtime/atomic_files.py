@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import count
-from os import O_RDONLY, close, fstat, fsync
+from os import O_RDONLY, close, fsync
 from os import open as open_descriptor
 from pathlib import Path
 from platform import node
 from stat import S_ISREG
 from tempfile import TemporaryFile
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from ..errors import ExistingFileError, OutputError, SanaError
@@ -96,82 +96,45 @@ def new_part(folder: Path) -> Iterator[Path]:
     Until then a lock file beside it is locked. The lock is not on the file itself, because SMB disks do not let anyone
     write a locked file, and Windows does not move an open one.
     """
-    while True:
-        part = folder / f"{part_prefix()}{uuid4().hex}.part"
-        lock_file = part.with_suffix(".lock")
-        stream = lock_file.open("xb")
-        # Another process may take the lock file for a stale one before it is locked.
-        with suppress(BlockingIOError):
-            lock(stream)
-            if lock_file.exists():
-                break
-        stream.close()
-    try:
-        with stream:
-            try:
-                part.touch(exist_ok=False)
-                yield part
-            finally:
-                remove(part)
-    finally:
-        # If another process of ours has it open for longer, that process removes it.
-        with suppress(OSError):
-            patiently(lock_file.unlink, 1.0)
+    part = folder / f"{part_prefix()}{uuid4().hex}.part"
+    # FileLock would create a missing folder. Another process may remove this file as a stale one before it is locked.
+    part.with_suffix(".lock").touch(exist_ok=False)
+    with locked(part.with_suffix(".lock"), PATIENCE):
+        try:
+            part.touch(exist_ok=False)
+            yield part
+        finally:
+            remove(part)
+
+
+@contextmanager
+def locked(file: Path, seconds: float = 0.0) -> Iterator[None]:
+    """Lock the file at `file`, which exists only until the context ends.
+
+    Raises OSError, which is a TimeoutError after `seconds` in which another process has the lock.
+    """
+    from filelock import FileLock
+
+    with FileLock(file, seconds, thread_local=False):
+        try:
+            yield
+        finally:
+            # Windows does not remove an open file. There FileLock removes it.
+            if sys.platform != "win32":
+                with suppress(OSError):
+                    patiently(file.unlink, 1.0)
 
 
 def remove_stale_parts(folder: Path) -> None:
     """Remove the hidden files that dead processes of this machine left in `folder`."""
     name = re.compile(rf"{part_prefix()}[0-9a-f]{{32}}\.lock", re.ASCII)
     for lock_file in folder.glob(f"{part_prefix()}*.lock"):
-        # A user may have given a file a similar name.
-        if not name.fullmatch(lock_file.name):
-            continue
         # Files that cannot be removed now can be removed by a later call.
         with suppress(OSError):
-            if not S_ISREG(lock_file.lstat().st_mode):
-                continue
-            # NFS locks only files that are open for writing.
-            with lock_file.open("r+b") as stream:
-                if not lock(stream):
-                    continue
-                lock_file.with_suffix(".part").unlink(missing_ok=True)
-            # After it is closed, because Windows does not remove an open file.
-            lock_file.unlink()
-
-
-def lock(stream: BinaryIO) -> bool:
-    """Lock the open file until it is closed. Return False if its disk has no locks.
-
-    Raises BlockingIOError if another process has locked it.
-    """
-    if sys.platform == "win32":
-        import msvcrt
-
-        try:
-            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
-        except PermissionError as error:
-            raise BlockingIOError(str(error)) from None
-        except OSError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-def is_named(stream: BinaryIO, path: Path) -> bool:
-    """Whether the open file is still the file at `path`."""
-    try:
-        named, opened = path.stat(), fstat(stream.fileno())
-    except FileNotFoundError:
-        return False
-    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+            # A user may have given a file a similar name.
+            if name.fullmatch(lock_file.name) and S_ISREG(lock_file.lstat().st_mode):
+                with locked(lock_file):
+                    lock_file.with_suffix(".part").unlink(missing_ok=True)
 
 
 @contextmanager

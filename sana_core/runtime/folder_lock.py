@@ -1,9 +1,8 @@
 """The lock of an output folder: only one run at a time may write to it.
 
-On one machine, and on network folders that support locks, a lock of the operating system decides. It ends with its
-process, even if the process is killed. No call reports whether a lock reaches other machines. A record beside the lock
-therefore identifies the run that holds the folder. The run renews its record while it is alive. If the record of
-another machine's run does not change, that run is dead.
+A lock of the operating system decides. It ends with its process, even if the process is killed. No call reports
+whether a lock reaches other machines. A record beside the lock therefore identifies the run that holds the folder. The
+run renews its record while it is alive. If the record of another machine's run does not change, that run is dead.
 
 A server may publish the folder, as ComfyUI publishes its output folder. The record therefore contains no name, process
 or path. It contains digests of the machine's name and of the run's token, which the next run can compare.
@@ -13,19 +12,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from platform import node
 from stat import S_ISDIR, S_ISREG
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 from ..errors import InUseError, MissingFileError, OutputError, ReadError
-from .atomic_files import digest_of, is_named, lock, patiently, read_small, remove, write_whole
+from .atomic_files import digest_of, patiently, read_small, reason_of, remove, write_whole
 from .text import get_logger
 
 logger = get_logger(__name__)
@@ -40,8 +39,8 @@ GONE = "gone-"
 MARK = "mark"
 # A complete state of a training that could not be moved to its final path. The next training moves it.
 STATE_PARTS, STATE = ".state-*.part", "state.json"
-# How often to open the lock file if it seems to be another file every time.
-LOCK_ATTEMPTS = 10
+# Seconds to wait for the lock. The lock file of a run that ends is removed while another run opens it.
+LOCK_PATIENCE = 0.2
 # Seconds between two renewals of the record.
 HEARTBEAT_INTERVAL = 5.0
 # A run of another machine is considered dead if its record has not changed for this many seconds.
@@ -106,40 +105,55 @@ def hold(folder: Path) -> Iterator[Hold]:
     """Hold `folder`, creating it if needed, and remove the unfinished files of dead runs.
 
     If the folder contains the record of another machine's run, waits half a minute to see whether that run is alive.
-    Raises InUseError with the time at which the other run began, and OSError for a folder that cannot be written.
+    Raises InUseError with the time at which the other run began, and OutputError for a folder that cannot be locked.
     """
+    from filelock import FileLock, SoftFileLock
+
     lock_folder = folder / OWN
     check_lock_files(folder)
-    stream, locked = open_lock(folder)
-    with stream:
-        held = Hold(folder)
-        thread = threading.Thread(target=held.renew, name="sana batch hold", daemon=True)
+    held, lock = Hold(folder), FileLock(lock_folder / LOCK, LOCK_PATIENCE, thread_local=False)
+    thread = threading.Thread(target=held.renew, name="sana batch hold", daemon=True)
+    try:
+        lock_folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        if isinstance(lock, SoftFileLock):
+            # FileLock becomes one on a disk without locks. It stays if its process is killed.
+            lock.release()
+            raise NotImplementedError("Function not implemented")
+    except (TimeoutError, FileNotFoundError):
+        # FileNotFoundError: the run that held the folder has just ended.
+        raise in_use(folder, read_record(held.record)) from None
+    except (OSError, NotImplementedError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        raise OutputError(f"out: {folder} cannot be locked ({reason}); choose a folder on another disk") from None
+    try:
         try:
-            try:
-                held.run.mkdir()
-                (held.run / MARK).touch()
-                claim(held, locked)
-            except FileNotFoundError:
-                # Another run started at the same moment, took the lock, and removed this run's folder.
-                raise in_use(folder, read_record(held.record)) from None
-            thread.start()
-            for run in [*lock_folder.glob(f"{RUN}*"), *lock_folder.glob(f"{GONE}*")]:
-                if run != held.run:
-                    remove_run(run)
-            yield held
-        finally:
-            held.ended.set()
-            if thread.ident is not None:
-                thread.join()
-            remove_run(held.run)
-            with suppress(OSError):
-                holder = read_record(held.record)
-                if holder is not None and holder.run == held.holder.run:
-                    remove(held.record)
-                if holder is None or holder.run == held.holder.run:
-                    # A process that has already opened this file notices in `open_lock` that it has no name any more.
-                    remove(lock_folder / LOCK)
-                    lock_folder.rmdir()
+            held.run.mkdir()
+            (held.run / MARK).touch()
+            claim(held)
+        except FileNotFoundError:
+            # Another run started at the same moment, took the lock, and removed this run's folder.
+            raise in_use(folder, read_record(held.record)) from None
+        thread.start()
+        for run in [*lock_folder.glob(f"{RUN}*"), *lock_folder.glob(f"{GONE}*")]:
+            if run != held.run:
+                remove_run(run)
+        yield held
+    finally:
+        held.ended.set()
+        if thread.ident is not None:
+            thread.join()
+        remove_run(held.run)
+        with suppress(OSError):
+            holder = read_record(held.record)
+            if holder is not None and holder.run == held.holder.run:
+                remove(held.record)
+            # Windows does not remove an open file. There FileLock removes it.
+            if sys.platform != "win32" and (holder is None or holder.run == held.holder.run):
+                remove(lock_folder / LOCK)
+        lock.release()
+        with suppress(OSError):
+            lock_folder.rmdir()
 
 
 def check_lock_files(folder: Path) -> None:
@@ -158,33 +172,7 @@ def check_lock_files(folder: Path) -> None:
                 raise OutputError(f"out: {path} is not {expected} (a link, pipe or other kind); remove it")
 
 
-def open_lock(folder: Path) -> tuple[BinaryIO, bool]:
-    """Return the open lock file, and whether it is locked. On a disk without locks it is not.
-
-    Raises InUseError if another process has locked it.
-    """
-    path = folder / OWN / LOCK
-    for attempt in count(1):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Windows refuses to open a file that is being removed.
-            stream = patiently(lambda: path.open("ab"))
-        except FileNotFoundError:
-            # The run that held the folder has just ended.
-            continue
-        try:
-            locked = lock(stream)
-        except BlockingIOError:
-            stream.close()
-            raise in_use(folder, read_record(path.parent / RECORD)) from None
-        # FUSE, exFAT and CIFS may give a file another number each time. Then no attempt would be the last.
-        if is_named(stream, path) or attempt >= LOCK_ATTEMPTS:
-            return stream, locked
-        stream.close()
-    raise AssertionError
-
-
-def claim(held: Hold, locked: bool) -> None:
+def claim(held: Hold) -> None:
     """Write this run's record, also over the record of a dead run. Raises InUseError if the other run is alive."""
     holder = read_record(held.record)
     if holder is None:
@@ -192,7 +180,7 @@ def claim(held: Hold, locked: bool) -> None:
             held.write(replace=False)
         except FileExistsError:
             raise in_use(held.folder, read_record(held.record)) from None
-    elif locked and holder.machine == machine_digest(holder.run):
+    elif holder.machine == machine_digest(holder.run):
         # On one machine, a lock excludes every other run that is alive. The other run is therefore dead.
         held.write(replace=True)
     else:

@@ -1,14 +1,19 @@
 """One run at a time holds a folder, whatever became of the last one."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import time
 from contextlib import contextmanager
+from uuid import uuid4
 
+import filelock
 import pytest
 
+from sana_core.errors import OutputError
 from sana_core.runtime import folder_lock as module
 from sana_core.runtime.folder_lock import OWN, check_run, hold
 
@@ -26,9 +31,12 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def no_locks(monkeypatch):
+def no_locks(monkeypatch, tmp_path_factory):
     """As on a network folder that carries no locks from one machine to another."""
-    monkeypatch.setattr(module, "lock", lambda stream: False)
+    locks, real = tmp_path_factory.mktemp("locks"), filelock.FileLock
+    monkeypatch.setattr(
+        filelock, "FileLock", lambda file, *options, **more: real(locks / uuid4().hex, *options, **more)
+    )
 
 
 def keep(folder, host, pipe):
@@ -144,6 +152,18 @@ def test_a_run_that_was_thought_dead_ends_when_it_wakes(tmp_path, no_locks):
             held.check()
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, number):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    message = f"^out: {tmp_path} cannot be locked \\({os.strerror(number)}\\); choose a folder on another disk$"
+    with pytest.raises(OutputError, match=message), hold(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_many_that_come_at_once_one_gets_it(tmp_path, request, locks):
     if not locks:
@@ -153,6 +173,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path, request, locks):
         barrier, holding, results = fork.Barrier(6), fork.Event(), fork.SimpleQueue()
 
         def compete(barrier=barrier, holding=holding, results=results):
+            module.node = (lambda: "here") if locks else (lambda: str(os.getpid()))
             barrier.wait()
             try:
                 with hold(tmp_path):

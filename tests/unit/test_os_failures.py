@@ -291,8 +291,6 @@ def test_a_disk_that_renumbers_its_files_changes_nothing(name, inputs, expected,
         for name_of_call in ("stat", "lstat"):
             real = getattr(Path, name_of_call)
             patch.setattr(Path, name_of_call, lambda path, real=real, **options: Status(real(path, **options)))
-        real_fstat = atomic_files.fstat
-        patch.setattr(atomic_files, "fstat", lambda descriptor: Status(real_fstat(descriptor)))
         assert run(name, inputs, tmp_path / "out") == (0, [])
         assert run(name, inputs, tmp_path / "out") == (0, [])
     assert content(tmp_path / "out") == before

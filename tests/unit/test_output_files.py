@@ -4,10 +4,8 @@ import errno
 import fcntl
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,38 +99,6 @@ def test_the_file_that_is_written_is_not_locked(tmp_path):
     with output_file(tmp_path / "image.png") as part, part.open("r+b") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
-
-
-def test_files_to_lock_are_open_for_writing(tmp_path, monkeypatch):
-    """NFS locks no other files: flock raises EBADF."""
-    locked = []
-
-    def flock(stream, operation):
-        if not stream.writable():
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        locked.append(stream.name)
-
-    kill(start_writing(tmp_path))
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with output_file(tmp_path / "image.png"):
-        pass
-    assert len(locked) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
-
-
-@pytest.mark.parametrize("number, blocks", [(errno.EACCES, True), (errno.EINVAL, False)])
-def test_windows_tells_locked_files_from_disks_without_locks(tmp_path, monkeypatch, number, blocks):
-    def locking(descriptor, mode, count):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
-    monkeypatch.setattr(sys, "platform", "win32")
-    with (tmp_path / "file").open("xb") as stream:
-        if blocks:
-            with pytest.raises(BlockingIOError):
-                atomic_files.lock(stream)
-        else:
-            assert not atomic_files.lock(stream)
 
 
 def test_many_writers_in_one_folder_lose_nothing(tmp_path):
