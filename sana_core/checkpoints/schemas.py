@@ -86,6 +86,14 @@ def patterns(value: object) -> bool:
 
 
 BLOCKS, WIDTH, FACTOR, SHARE = whole(1, MOST_BLOCKS), whole(1, LARGEST_WIDTH), number(1e-6, 1e6), number(0, 1)
+LARGE, TOKEN = whole(1, 10_000_000), whole(0, 10_000_000)
+
+
+def fields(check: Check, names: str) -> dict[str, Check]:
+    """Return `check` for each of the `names`, which spaces separate."""
+    return dict.fromkeys(names.split(), check)
+
+
 # Fields of VIBE's transformer that SANA's does not have.
 EDIT_FIELDS = (
     *("input_condition_type", "edit_head_input_dim", "edit_head_stacks_num"),
@@ -93,32 +101,21 @@ EDIT_FIELDS = (
 )
 # Arguments of the classes in diffusers and transformers.
 TRANSFORMER_FIELDS = {
-    "in_channels": WIDTH,
-    "out_channels": optional(WIDTH),
-    "num_attention_heads": WIDTH,
-    "attention_head_dim": WIDTH,
+    **fields(WIDTH, "in_channels num_attention_heads attention_head_dim caption_channels"),
+    **fields(optional(WIDTH), "out_channels num_cross_attention_heads cross_attention_head_dim cross_attention_dim"),
+    **fields(flag, "attention_bias norm_elementwise_affine guidance_embeds"),
+    **fields(SHARE, "dropout norm_eps"),
     "num_layers": BLOCKS,
-    "num_cross_attention_heads": optional(WIDTH),
-    "cross_attention_head_dim": optional(WIDTH),
-    "cross_attention_dim": optional(WIDTH),
-    "caption_channels": WIDTH,
     "mlp_ratio": number(0.01, 100),
-    "dropout": SHARE,
-    "attention_bias": flag,
     "sample_size": whole(1, MOST_CELLS),
     "patch_size": whole(1, 16),
-    "norm_elementwise_affine": flag,
-    "norm_eps": SHARE,
     "interpolation_scale": optional(number(0.01, 100)),
-    "guidance_embeds": flag,
-    "guidance_embeds_scale": FACTOR,
     "qk_norm": optional(word),
-    "timestep_scale": FACTOR,
     # Fields of VIBE, which the tensors' shapes show too.
     **dict.fromkeys(EDIT_FIELDS, lambda value: word(value) or WIDTH(value)),
-    # Fields that this package adds to a saved MODEL.
+    # latent_scale and the last three are fields that this package adds to a saved MODEL.
+    **fields(FACTOR, "guidance_embeds_scale timestep_scale latent_scale"),
     "flow_shift": number(*SHIFT_RANGE),
-    "latent_scale": FACTOR,
     "sampler": lambda value: value in SAMPLERS and value != SPRINT,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
@@ -129,27 +126,17 @@ VIDEO_FIELDS = TRANSFORMER_FIELDS | {
     "rope_max_seq_len": whole(1, 4096),
     # These three are fields of SANA-Video 2.0.
     "softmax_heads": WIDTH,
-    "softmax_every": BLOCKS,
-    "group_layers": BLOCKS,
+    **fields(BLOCKS, "softmax_every group_layers"),
 }
-STAGE_FIELDS = {
-    "block_types": lambda value: word(value) or each(word)(value),
-    "block_out_channels": each(WIDTH),
-    "layers_per_block": each(whole(0, MOST_BLOCKS), 16),
-    "qkv_multiscales": each(each(whole(1, 63), 16)),
-}
+NAMES: Check = lambda value: word(value) or each(word)(value)  # noqa: E731
 AUTOENCODER_FIELDS = {
-    "in_channels": WIDTH,
-    "latent_channels": WIDTH,
-    "attention_head_dim": WIDTH,
-    **{f"{side}_{name}": check for side in ("encoder", "decoder") for name, check in STAGE_FIELDS.items()},
-    "upsample_block_type": word,
-    "downsample_block_type": word,
-    "decoder_norm_types": STAGE_FIELDS["block_types"],
-    "decoder_act_fns": STAGE_FIELDS["block_types"],
-    "encoder_out_shortcut": flag,
-    "decoder_in_shortcut": flag,
-    "decoder_conv_act_fn": word,
+    **fields(WIDTH, "in_channels latent_channels attention_head_dim"),
+    **fields(NAMES, "encoder_block_types decoder_block_types decoder_norm_types decoder_act_fns"),
+    **fields(each(WIDTH), "encoder_block_out_channels decoder_block_out_channels"),
+    **fields(each(whole(0, MOST_BLOCKS), 16), "encoder_layers_per_block decoder_layers_per_block"),
+    **fields(each(each(whole(1, 63), 16)), "encoder_qkv_multiscales decoder_qkv_multiscales"),
+    **fields(word, "upsample_block_type downsample_block_type decoder_conv_act_fn"),
+    **fields(flag, "encoder_out_shortcut decoder_in_shortcut"),
     "scaling_factor": FACTOR,
 }
 # The arguments of AutoencoderKLWan, then of AutoencoderKLLTX2Video. Fields that change the size of a latent or a video
@@ -168,8 +155,7 @@ VIDEO_AUTOENCODER_FIELDS = {
     "is_residual": same(False),
     "scale_factor_temporal": same(4),
     "scale_factor_spatial": same(8),
-    "in_channels": same(3),
-    "out_channels": same(3),
+    **fields(same(3), "in_channels out_channels"),
     "patch_size": same(None, 4),
     "latent_channels": same(128),
     "block_out_channels": several(4, WIDTH),
@@ -188,44 +174,31 @@ VIDEO_AUTOENCODER_FIELDS = {
     "patch_size_t": same(1),
     "resnet_norm_eps": SHARE,
     "scaling_factor": FACTOR,
-    "encoder_causal": flag,
-    "decoder_causal": flag,
-    "encoder_spatial_padding_mode": same("zeros", "reflect"),
-    "decoder_spatial_padding_mode": same("zeros", "reflect"),
+    **fields(flag, "encoder_causal decoder_causal"),
+    **fields(same("zeros", "reflect"), "encoder_spatial_padding_mode decoder_spatial_padding_mode"),
     "spatial_compression_ratio": same(None, 32),
     "temporal_compression_ratio": same(None, 8),
 }
 GEMMA_FIELDS = {
-    "vocab_size": whole(1, 10_000_000),
-    "hidden_size": WIDTH,
+    **fields(LARGE, "vocab_size max_position_embeddings"),
+    **fields(WIDTH, "hidden_size num_attention_heads num_key_value_heads head_dim"),
+    **fields(optional(TOKEN), "pad_token_id bos_token_id"),
+    **fields(flag, "use_cache tie_word_embeddings attention_bias"),
+    **fields(SHARE, "initializer_range rms_norm_eps"),
+    **fields(optional(table), "rope_parameters rope_scaling"),
+    **fields(optional(number(1e-3, 1e6)), "final_logit_softcapping attn_logit_softcapping"),
+    # "reference" is the field that this package adds to a saved CLIP.
+    **fields(word, "hidden_act reference"),
     "intermediate_size": whole(1, 10 * LARGEST_WIDTH),
     "num_hidden_layers": BLOCKS,
-    "num_attention_heads": WIDTH,
-    "num_key_value_heads": WIDTH,
-    "head_dim": WIDTH,
     "hidden_activation": optional(word),
-    "hidden_act": word,
-    "max_position_embeddings": whole(1, 10_000_000),
-    "initializer_range": SHARE,
-    "rms_norm_eps": SHARE,
-    "use_cache": flag,
-    "pad_token_id": optional(whole(0, 10_000_000)),
-    "bos_token_id": optional(whole(0, 10_000_000)),
-    "eos_token_id": lambda value: optional(whole(0, 10_000_000))(value) or each(whole(0, 10_000_000))(value),
-    "tie_word_embeddings": flag,
+    "eos_token_id": lambda value: optional(TOKEN)(value) or each(TOKEN)(value),
     "rope_theta": number(1, 1e9),
-    "rope_parameters": optional(table),
-    "rope_scaling": optional(table),
-    "attention_bias": flag,
     "attention_dropout": optional(SHARE),
     "query_pre_attn_scalar": number(1e-3, 1e6),
-    "sliding_window": optional(whole(1, 10_000_000)),
+    "sliding_window": optional(LARGE),
     "layer_types": optional(each(word)),
-    "final_logit_softcapping": optional(number(1e-3, 1e6)),
-    "attn_logit_softcapping": optional(number(1e-3, 1e6)),
     "use_bidirectional_attention": optional(flag),
-    # The field that this package adds to a saved CLIP.
-    "reference": word,
 }
 
 
