@@ -181,12 +181,12 @@ def denoiser(
 
             return compute(batch, time) if graph is None else graph(key, compute, batch, time)
 
-        inputs = x.repeat(count, 1, 1, 1)
+        inputs = x.repeat(count, 1, 1, 1).to(dtype)
         if edits_images(config):
             image = torch.zeros_like(inputs) if edit is None else edit.latents.to(inputs).repeat(len(inputs), 1, 1, 1)
             image[: len(x) * image_guided] = 0
             inputs = torch.cat([inputs, image], 1)
-        velocities = run(inputs.to(dtype), work, count).float()
+        velocities = run(inputs, work, count).float()
         # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
         x0s = list(x - sigma * velocities.unflatten(0, (count, len(x))))
         if edit is not None and image_guided:
