@@ -55,6 +55,7 @@ PARTS = {
     "kernels": Part(20, "Each fused kernel beside plain torch and beside the bytes that it must move"),
     "pipeline": Part(100, "A whole 1.6B pipeline: seconds, memory, and memory that runs out"),
     "compile": Part(120, "Does a step compile with the kernels, and is it faster?"),
+    "train_compiled": Part(120, "Seconds and memory of a LoRA step whose blocks are compiled"),
 }
 
 
