@@ -85,7 +85,7 @@ def run_part(name: str, out: Path, small: bool) -> int:
     if small:
         VARIANTS["0.6B"] = VARIANTS["1.6B"] = VARIANTS["0.6B"]._replace(layers=1)
         VARIANTS["1.5-4.8B"] = VARIANTS["0.6B"]
-    with torch.enable_grad() if name == "train" else torch.no_grad():
+    with torch.enable_grad() if name in ("train", "train_compiled") else torch.no_grad():
         PART_FUNCTIONS[name](recorder)
     lines = (out / "figures.jsonl").read_text().splitlines()
     return sum("failed" in figure for figure in map(json.loads, lines) if figure["part"] == name)
