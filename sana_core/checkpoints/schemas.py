@@ -116,7 +116,7 @@ TRANSFORMER_FIELDS = {
     # latent_scale and the last three are fields that this package adds to a saved MODEL.
     **fields(FACTOR, "guidance_embeds_scale timestep_scale latent_scale"),
     "flow_shift": number(*SHIFT_RANGE),
-    "sampler": lambda value: value in SAMPLERS and value != SPRINT,
+    "sampler": lambda value: word(value) and value in SAMPLERS and value != SPRINT,
     "preview": lambda value: type(value) is dict and are_colours(value.get("rgb_factors"), value.get("rgb_bias")),
 }
 VIDEO_FIELDS = TRANSFORMER_FIELDS | {

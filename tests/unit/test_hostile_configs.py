@@ -15,6 +15,7 @@ from transformers import Gemma2Config
 import sana_core
 from sana_core.checkpoints import headers, schemas
 from sana_core.checkpoints.generation import shift_of
+from sana_core.checkpoints.kinds import CHECKPOINT_KINDS
 
 # older transformers leave layer types unread
 NEWER = pytest.mark.skipif(not hasattr(Gemma2Config(), "layer_types"), reason="has no layer types")
@@ -103,6 +104,7 @@ def test_a_configuration_names_no_kernel_to_download(copy):
         ("transformer", "mlp_ratio", float("inf")),
         ("transformer", "qk_norm", [[[]]]),
         ("transformer", "attention_bias", "false"),
+        ("transformer", "sampler", []),
         ("vae", "decoder_layers_per_block", [10**7] * 6),
         ("vae", "decoder_block_out_channels", 5),
         ("vae", "scaling_factor", 0),
@@ -119,6 +121,15 @@ def test_a_field_out_of_bounds_is_named(copy, part, field, value):
         rf"^{part}/\w+.safetensors: its config has {field}: .*, which no SANA model has; use the model's own config"
     )
     refused(copy, pattern, load=TENSORS[part][1])
+
+
+JSON = (None, True, -1, 10**30, 0.5, float("nan"), "", "a" * 1000, [], [[]], [None], ["a"] * 50, {}, {"a": []})
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
+def test_no_value_of_json_ends_a_check_with_an_error(kind):
+    for field, check in CHECKPOINT_KINDS[kind].fields.items():
+        assert {bool(check(value)) for value in JSON} <= {True, False}, field
 
 
 @pytest.mark.parametrize(
