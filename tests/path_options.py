@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 import torch
+import vibe_models
 import video_models
 from bounded import bounded
 from checkpoints import TINY
@@ -61,6 +62,9 @@ ROWS = {
     "generate lora, strength": Row(f"generate x {IMAGE} --lora PATH=0.5", MODEL_NAMES, reads="LoRA"),
     "generate scorer": Row(f"generate x {IMAGE} {BEST}", reads="scorer"),
     "generate first": Row(f"generate x {VIDEO} --out clip.mp4 --first PATH", (".png", ""), reads="image"),
+    "generate edit": Row(
+        "generate x --checkpoint VIBE --edit PATH --out out --steps 1 --devices cpu", (".png", ""), reads="image"
+    ),
     "batch prompts": Row(f"batch PATH {IMAGE}", (".txt", ""), TEXT, "prompts"),
     "batch checkpoint": Row(f"batch PROMPTS --checkpoint PATH {SMALL}", MODEL_NAMES, reads="model"),
     "batch out": Row(f"batch PROMPTS {IMAGE} --out PATH", right=FOLDERS),
@@ -68,6 +72,7 @@ ROWS = {
     "batch scorer": Row(f"batch PROMPTS {IMAGE} {BEST}", reads="scorer"),
     "decode latents": Row("decode PATH --checkpoint TINY", (".safetensors", ".latent", ""), reads="latents"),
     "decode checkpoint": Row("decode LATENTS --checkpoint PATH", MODEL_NAMES, reads="VAE"),
+    "decode vae": Row("decode LATENTS --vae PATH"),
     "decode out": Row("decode LATENTS --checkpoint TINY --out PATH", right=FOLDERS),
     "decode out, file": Row("decode LATENTS --checkpoint TINY --out PATH", (".png", ".tif"), NEW),
     "decode out, overwritten": Row("decode LATENTS --checkpoint TINY --overwrite --out PATH", (".png",), REPLACED),
@@ -108,6 +113,8 @@ def make_inputs(folder):
     save_clip(folder / "clip")
     paths = {"PROMPTS": folder / "prompts.txt", "LATENTS": folder / "latents.safetensors", "TINY": TINY}
     paths |= {"VIDEO": video_models.save_folder("480p", folder / "video"), "VAE": TINY / "vae"}
+    vibe_models.save_vibe(folder / "vibe")
+    paths |= {"VIBE": folder / "vibe"}
     paths |= {"images": folder / "images", "latent cache": folder / "cache", "clip": folder / "clip"}
     shutil.copytree(TINY, folder / "model")
     shutil.copy(TINY / "vae" / WEIGHTS, folder / "vae.safetensors")
