@@ -409,7 +409,8 @@ class Trainer:
             self.best = self.validated_step = None
 
     def compile_blocks(self) -> None:
-        """Compile the blocks of the model, if that is on or saves time. If a rank cannot compile them, no rank does.
+        """Compile the blocks of the model, if the settings ask for it or it saves time. One rank that cannot
+        compile them decides for all.
 
         A compiled block takes captions of one length, see `batch_loss`. Each size of images is compiled anew.
         """

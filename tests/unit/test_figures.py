@@ -246,6 +246,10 @@ def test_the_table_of_the_hosts_time_quotes_the_last_run():
     assert len(rows) == 3 and [row for row in rows if row not in page] == []
     for model in ("0.6B, 28 blocks", "1.6B, 20 blocks"):
         assert max(read("host_time")[model]["replayed / eager"].values()) <= 0.1
+    figures = read("train_host")
+    ratios = figures["compiled / checkpointing"], figures["compiled / all values kept"]
+    sentence = "takes x{:.2f} of the host's time of one with checkpointing, and x{:.2f} of one without"
+    assert sentence.format(*ratios) in page
 
 
 def product_speed(pixels):
