@@ -267,7 +267,7 @@ def edit() -> Subgraph:
         "Changes an image by a sentence with VIBE. Download the folder VIBE-Image-Edit by iitolstykh on Hugging Face "
         "into models/diffusers."
     )
-    return Subgraph("SANA edit", Graph(nodes, columns), widgets, {"IMAGE": ("back", 0)}, about)
+    return Subgraph("SANA change by a sentence", Graph(nodes, columns), widgets, {"IMAGE": ("back", 0)}, about)
 
 
 def blueprints() -> list[Subgraph]:

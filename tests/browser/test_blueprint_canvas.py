@@ -113,7 +113,7 @@ def test_a_blueprint_is_found_by_search_and_runs(canvas, name):
     shown = json.loads((ROOT / "subgraphs" / f"{name}.json").read_text(encoding="utf-8"))["nodes"][0]
     names = [entry["name"] for entry in shown["inputs"] if "widget" in entry]
     assert sent == dict(zip(names, shown["widgets_values"], strict=True))
-    if name in ("SANA video", "SANA edit"):
+    if name in ("SANA video", "SANA change by a sentence"):
         # The demo model generates no videos and edits no images.
         return
     page.evaluate(QUICK, 8)

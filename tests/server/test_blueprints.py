@@ -26,7 +26,7 @@ def test_every_blueprint_is_offered_as_it_is(offered):
         "SANA batch",
         "SANA best of many",
         "SANA video",
-        "SANA edit",
+        "SANA change by a sentence",
     }
     assert names == offered.keys()
 
