@@ -16,21 +16,10 @@ from .checkpoints.load import load_instruction_reader
 from .decode import encode_images
 from .errors import InputError
 from .model.instruction import empty_instruction, encode_instruction
-from .model.known_models import SHAPES, VIBE, ImageModel, scale_shape
+from .model.known_models import VIBE, ImageModel, edit_size
 from .runtime.checks import check_finite, check_number
 from .runtime.image_files import levels
 from .sampling.guidance import LARGEST_GUIDANCE, EditImage
-
-# (largest area of an image in pixels, resolution at which it is edited); larger images are edited at LARGEST_EDIT.
-EDIT_AREAS = ((2 * 512**2 + 256**2, 512), (2 * 1024**2 + 512**2, 1024))
-LARGEST_EDIT = 2048
-
-
-def edit_size(width: int, height: int) -> tuple[int, int]:
-    """Return the (width, height) at which VIBE edits an image of `width` x `height` pixels."""
-    resolution = next((side for area, side in EDIT_AREAS if width * height <= area), LARGEST_EDIT)
-    shape = min(SHAPES, key=lambda ratio: abs(float(ratio) - height / width))
-    return scale_shape(SHAPES[shape], resolution)
 
 
 def resize(pixels: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -315,6 +315,9 @@ RATIOS = {
     "1:3": "3.0",
     "1:4": "4.0",
 }
+# (largest area of an image in pixels, resolution at which it is edited); larger images are edited at LARGEST_EDIT.
+EDIT_AREAS = ((2 * 512**2 + 256**2, 512), (2 * 1024**2 + 512**2, 1024))
+LARGEST_EDIT = 2048
 SIZES = tuple(map(str, RESOLUTIONS))
 # Workflows of ComfyUI_ExtraModels contain these names.
 OTHER_SIZES = {f"{size}px": size for size in SIZES} | {"2K": "2048", "4K": "4096", "2Kpx": "2048", "4Kpx": "4096"}
@@ -481,6 +484,13 @@ def trained_size(width: int, height: int, resolution: int) -> tuple[int, int]:
     """Return the (width, height) with the aspect ratio of `width` x `height` that a model of `resolution` pixels was
     trained for."""
     return scale_shape(nearest_shape(width, height, SHAPES.values()), resolution)
+
+
+def edit_size(width: int, height: int) -> tuple[int, int]:
+    """Return the (width, height) at which VIBE edits an image of `width` x `height` pixels."""
+    resolution = next((side for area, side in EDIT_AREAS if width * height <= area), LARGEST_EDIT)
+    shape = min(SHAPES, key=lambda ratio: abs(float(ratio) - height / width))
+    return scale_shape(SHAPES[shape], resolution)
 
 
 def nearest_shape(width: int, height: int, shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.load import find_part, load_instruction_reader, load_part
-from sana_core.edit import edit_size
 from sana_core.model.instruction import encode_instruction, image_patches
+from sana_core.model.known_models import edit_size
 
 pytest.importorskip("transformers.models.qwen3_vl")
 BOUND = 1e-5

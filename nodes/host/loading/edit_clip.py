@@ -12,7 +12,7 @@ import torch
 from ....sana_core.checkpoints import find_part, inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
 from ....sana_core.checkpoints.tokenizer import load_qwen_tokenizer
-from ....sana_core.edit import edit_size, resize
+from ....sana_core.edit import resize
 from ....sana_core.errors import InputError
 from ....sana_core.model.instruction import (
     InstructionReader,
@@ -20,6 +20,7 @@ from ....sana_core.model.instruction import (
     encode_instruction,
     instruction_ids,
 )
+from ....sana_core.model.known_models import edit_size
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.model.text import Tokenizer
 from ..compat.internals import remember_loader

@@ -16,7 +16,7 @@ from diffusers import SanaControlNetModel, SanaTransformer2DModel
 from ....sana_core.errors import InputError
 from ....sana_core.model.controlnet import check_width
 from ....sana_core.model.forward import velocity
-from ....sana_core.model.known_models import GUIDANCE, edits_images, size_note, trained_size
+from ....sana_core.model.known_models import GUIDANCE, edit_size, edits_images, size_note, trained_size
 from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
 from ....sana_core.model.reference import model_timestep
 from ..compat.internals import prefetched_blocks
@@ -127,6 +127,8 @@ class SanaModel(comfy.model_base.BaseModel):
 
     def trained_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the size in pixels, with the aspect ratio of `width` x `height`, that the model was trained for."""
+        if edits_images(self.diffusion_model.config):
+            return edit_size(width, height)
         return trained_size(width, height, self.resolution)
 
     def size_note(self, shape: torch.Size) -> str:
