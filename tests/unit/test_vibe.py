@@ -270,3 +270,15 @@ def test_parts_that_do_not_fit_are_refused(vibe, tmp_path, change, message):
     change(folder)
     with pytest.raises(sana_core.CheckpointError, match=message):
         load_instruction_reader(folder)
+
+
+def test_other_images_are_refused(vibe, tmp_path):
+    for image in (torch.rand(3, 64, 64), torch.zeros(4, 64, 64).byte(), torch.zeros(64, 64, 3).byte()):
+        with pytest.raises(sana_core.InputError, match=r"image: got torch.* expected torch.uint8 \[3, height, width\]"):
+            sana_core.edit_images(TEXT, vibe[0], image)
+
+
+def test_image_guidance_without_an_image_is_refused(vibe, tmp_path, capsys):
+    options = ["--checkpoint", str(vibe[0]), "--out", str(tmp_path), "--image-guidance", "2"]
+    assert main(["generate", TEXT, *options]) == 1
+    assert "image_guidance: got it without an image, expected --edit" in capsys.readouterr().err
