@@ -230,14 +230,14 @@ def test_embeddings_of_another_clip_are_refused(host, build, folder):
 
 def test_images_that_do_not_fit_are_one_line(host, build, image):
     graph = build()
-    whole = image.movedim(0, -1)[None] / 255
-    for pixels in (whole[..., :1], whole[:0], whole[0]):
+    photo = image.movedim(0, -1)[None] / 255
+    for pixels in (photo[..., :1], photo[:0], photo[0]):
         graph["image"] = ("AnyValue", {"value": pixels})
         with pytest.raises(NodeError, match=r"image: got \[.*expected \[1, height, width, 3 or 4\]"):
             host.run(graph)
 
     graph = build()
-    graph["two"] = ("AnyValue", {"value": whole.repeat(2, 1, 1, 1)})
+    graph["two"] = ("AnyValue", {"value": photo.repeat(2, 1, 1, 1)})
     graph["pixels"] = ("VAEEncode", {"pixels": ["two", 0], "vae": ["load", 2]})
     graph["empty"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": ""})
     graph["both"] = ("ReferenceLatent", {"conditioning": ["empty", 0], "latent": ["pixels", 0]})
