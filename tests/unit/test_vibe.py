@@ -282,3 +282,12 @@ def test_image_guidance_without_an_image_is_refused(vibe, tmp_path, capsys):
     options = ["--checkpoint", str(vibe[0]), "--out", str(tmp_path), "--image-guidance", "2"]
     assert main(["generate", TEXT, *options]) == 1
     assert "image_guidance: got it without an image, expected --edit" in capsys.readouterr().err
+
+
+def test_training_is_refused(vibe, tmp_path, capsys):
+    photo().save(tmp_path / "photo.png")
+    (tmp_path / "photo.txt").write_text(TEXT)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"model = '{vibe[0]}'\nout = 'run'\n[[phase]]\ndata = '.'\nsteps = 1\nlearning_rate = 1e-4\n")
+    assert main(["train", str(settings)]) == 1
+    assert "model: got VIBE, which training does not run" in capsys.readouterr().err
