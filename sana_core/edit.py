@@ -61,6 +61,9 @@ def edit_images(
     image_guidance = record.image_guidance if image_guidance is None else image_guidance
     check_number("image_guidance", image_guidance, 0, LARGEST_GUIDANCE)
     if image is not None:
+        if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+            got = f"{image.dtype} {list(image.shape)}"
+            raise InputError(f"image: got {got}, expected torch.uint8 [3, height, width]; convert it")
         width, height = edit_size(image.shape[2], image.shape[1])
         settings = settings._replace(width=width, height=height)
     resolved = resolve_settings(settings, info)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
+from ..model.edit_head import HEADS
 from ..model.instruction import InstructionReader
 from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, TransformerConfig
 from ..model.layers import arrange_convolutions
@@ -23,7 +24,7 @@ from ..model.text import TextEncoder
 from ..runtime.libraries import import_failure
 from ..runtime.text import Json, brief, first_few
 from .checkpoint import FP8_FILE, Checkpoint, Source, find_part
-from .configs import VIDEO2, count, resolution_config
+from .configs import VIDEO2, count, edit_head_config, resolution_config
 from .detect import follow, inspect_checkpoint
 from .files import FOREIGN, INCOMPLETE
 from .generation import scheduler_of, text_reference
@@ -398,8 +399,22 @@ def load_instruction_reader(
     Raises CheckpointError, MissingFileError or ReadError, with the file's name, if one of them is missing or broken,
     and VersionError if transformers does not have Qwen3-VL.
     """
-    checkpoint = inspect_checkpoint(path)
-    part = find_part(checkpoint, "qwen3_vl")
-    head: Any = load_part(find_part(checkpoint, "edit_head"), dtype, device=device)
+    part, head_part = instruction_parts(inspect_checkpoint(path))
+    tokenizer = load_qwen_tokenizer(part)
+    head: Any = load_part(head_part, dtype, device=device)
     model: Any = load_part(part, dtype, device=device)
-    return InstructionReader(load_qwen_tokenizer(part), model, head)
+    return InstructionReader(tokenizer, model, head)
+
+
+def instruction_parts(checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return VIBE's Qwen3-VL and edit head. Raises CheckpointError if the head does not fit the models beside it."""
+    part, head = find_part(checkpoint, "qwen3_vl"), find_part(checkpoint, "edit_head")
+    config, hidden = edit_head_config(head.headers), part.headers["language_model.embed_tokens.weight"].shape[1]
+    caption = config_of(find_part(checkpoint, "transformer")).caption_channels
+    got = config["width"], config["hidden"], config["output"]
+    if (got[0], got[1] % HEADS, got[2]) != (hidden, 0, caption):
+        raise CheckpointError(
+            f"{head.name}: got an edit head of widths {brief(list(got))}, expected {hidden} as in Qwen3-VL, a multiple "
+            f"of {HEADS}, and {caption} as in the transformer; download the folder again, whole"
+        )
+    return part, head

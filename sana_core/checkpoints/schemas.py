@@ -234,9 +234,24 @@ QWEN_VISION_FIELDS = {
     "num_position_embeddings": whole(1, 100_000),
     "deepstack_visual_indexes": each(whole(0, MOST_BLOCKS)),
 }
+
+
+def qwen_text(value: Any) -> bool:
+    """Whether the three parts of the rotary embedding, for time, rows and columns, fill half of a head."""
+    if not section(QWEN_TEXT_FIELDS)(value):
+        return False
+    parts = ((value.get("rope_parameters") or value.get("rope_scaling")) or {}).get("mrope_section")
+    return parts is None or (several(3, whole(1, 4096))(parts) and 2 * sum(parts) == value.get("head_dim", 128))
+
+
+def qwen_vision(value: Any) -> bool:
+    """Whether the heads share the width, with rotary embeddings of rows and of columns, each of pairs."""
+    return section(QWEN_VISION_FIELDS)(value) and not value.get("hidden_size", 1152) % (4 * value.get("num_heads", 16))
+
+
 QWEN_FIELDS = {
-    "text_config": section(QWEN_TEXT_FIELDS),
-    "vision_config": section(QWEN_VISION_FIELDS),
+    "text_config": qwen_text,
+    "vision_config": qwen_vision,
     "image_token_id": whole(0, 10_000_000),
 }
 # Accepted values of adapter_config.json and their descriptions. Other init methods also change the base weights.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, MissingFileError
+from ..model.instruction import SPECIAL
 from ..model.text import Tokenizer, checked_encode
 from ..runtime.text import brief, shown
 from .checkpoint import Checkpoint
@@ -130,7 +131,11 @@ def load_qwen_tokenizer(part: Checkpoint) -> Tokenizer:
     vocabulary, folder = part.headers["language_model.embed_tokens.weight"].shape[0], part.path.parent
     for file in (folder / "tokenizer.json", folder.parent / "tokenizer" / "tokenizer.json"):
         if file.exists():
-            return json_tokenizer(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary, QWEN)
+            tokenizer = json_tokenizer(read_bytes(file, LARGEST_TOKENIZER), shown(file), vocabulary, QWEN)
+            missing = [token for token in SPECIAL if tokenizer.find(token) is None]
+            if missing:
+                raise refused(f"{shown(file)}: vocab", f"no {brief(missing[0])}", "Qwen3-VL's special tokens")
+            return tokenizer
     raise MissingFileError(f"{part.name}: no tokenizer/tokenizer.json in its folder; download the folder again, whole")
 
 

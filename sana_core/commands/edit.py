@@ -35,6 +35,8 @@ def is_edit(arguments: argparse.Namespace, checkpoint: Checkpoint) -> bool:
         raise InputError(
             f"{wrong[0]}: got it for VIBE, expected one device, no negative prompt and the image's size; leave it out"
         )
+    if arguments.edit is None and arguments.image_guidance is not None:
+        raise InputError("image_guidance: got it without an image, expected --edit; add it, or leave it out")
     return True
 
 

@@ -21,6 +21,7 @@ TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n"
 IMAGE_TOKEN = "<|image_pad|>"
 EDIT = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>what will this image be like if {{}}"
 DRAW = "generate the image by description: {}"
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN)
 # Pixels of the image that Qwen3-VL reads, and the side of its patches. A token has 2 x 2 patches.
 FEWEST_PIXELS, MOST_PIXELS = 352 * 352, 672 * 672
 PATCH, MERGED = 16, 2

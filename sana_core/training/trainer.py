@@ -28,7 +28,7 @@ from ..checkpoints.load import build_module
 from ..errors import InputError, TrainingError, first_line
 from ..model.controlnet import Control
 from ..model.forward import allow_no_float64
-from ..model.known_models import GUIDANCE, MAX_TOKENS
+from ..model.known_models import GUIDANCE, MAX_TOKENS, edits_images
 from ..model.latents import DOWNSCALE
 from ..model.reference import reference_of
 from ..runtime.accelerator import chosen_device, empty_cache, is_out_of_memory
@@ -886,9 +886,11 @@ class Trainer:
 
 def check_base(settings: TrainingSettings) -> None:
     """Check that model, loss and method fit together. Reads only headers."""
+    module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))
+    if edits_images(module.config):
+        raise InputError("model: got VIBE, which training does not run, expected a SANA model; train SANA-1.5")
     for kind in ("text_encoder", "autoencoder"):
         find_part(inspect_checkpoint(settings.source(kind)), kind)
-    module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))
     if settings.loss.kind == FLOW and module.config.guidance_embeds:
         raise InputError(
             "model: got a SANA-Sprint model, which this loss would undo; train the SANA it came from, or in a "

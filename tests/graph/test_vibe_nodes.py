@@ -208,3 +208,51 @@ def test_wrong_inputs_are_one_line(host, build):
     graph["sample"][1]["latent_image"] = ["latent", 0]
     with pytest.raises(NodeError, match="got images with latents of .* expected one like"):
         host.run(graph)
+
+
+def test_embeddings_of_another_clip_are_refused(host, build, folder):
+    """The real widths of both text encoders are the same."""
+    wide = host.models / "diffusers" / "wide"
+    shutil.copytree(folder, wide)
+    shutil.rmtree(wide / "transformer")
+    model, head = vibe_models.transformer(caption_channels=64), vibe_models.head(output=64)
+    vibe_models.save_transformer(wide / "transformer", model, head)
+    try:
+        graph = build()
+        graph["load"][1]["model"] = "wide"
+        graph["load other"] = ("SanaNodesLoader", {"model": "sana-tiny"})
+        graph["other"] = ("SanaNodesTextEncode", {"clip": ["load other", 1], "text": TEXT, "instruction": True})
+        for field, value in (("positive", ["other", 0]), ("model", ["load other", 0])):
+            conds = {**graph["sample"][1], field: value}
+            with pytest.raises(NodeError, match="positive: got embeddings of another model's CLIP"):
+                host.run({**graph, "sample": (graph["sample"][0], conds)})
+    finally:
+        shutil.rmtree(wide)
+
+
+def test_images_that_do_not_fit_are_one_line(host, build, image):
+    graph = build()
+    photo = image.movedim(0, -1)[None] / 255
+    for pixels in (photo[..., :1], photo[:0], photo[0]):
+        graph["image"] = ("AnyValue", {"value": pixels})
+        with pytest.raises(NodeError, match=r"image: got \[.*expected \[1, height, width, 3 or 4\]"):
+            host.run(graph)
+
+    graph = build()
+    graph["two"] = ("AnyValue", {"value": photo.repeat(2, 1, 1, 1)})
+    graph["pixels"] = ("VAEEncode", {"pixels": ["two", 0], "vae": ["load", 2]})
+    graph["empty"] = ("CLIPTextEncode", {"clip": ["load", 1], "text": ""})
+    graph["both"] = ("ReferenceLatent", {"conditioning": ["empty", 0], "latent": ["pixels", 0]})
+    graph["sample"][1]["negative"] = ["both", 0]
+    with pytest.raises(NodeError, match=r"negative: got images with latents of \[2, .* expected one like \[1, "):
+        host.run(graph)
+
+
+def test_an_image_with_a_grey_mask_is_refused(host, build):
+    graph = build()
+    graph["mask"] = ("SolidMask", {"value": 1.0, "width": 608, "height": 416})
+    links = {"positive": ["edit", 0], "negative": ["edit", 1], "vae": ["load", 2], "pixels": ["image", 0]}
+    graph["grey"] = ("InpaintModelConditioning", {**links, "mask": ["mask", 0], "noise_mask": True})
+    graph["sample"][1].update(positive=["grey", 0], negative=["grey", 1], latent_image=["grey", 2])
+    with pytest.raises(NodeError, match="masked part is grey"):
+        host.run(graph)

@@ -1,5 +1,6 @@
 """VIBE against the classes of diffusers and transformers, and the formula of its paper (arXiv 2601.02242)."""
 
+import json
 import shutil
 
 import layouts
@@ -222,3 +223,71 @@ def test_what_does_not_fit_is_refused(vibe, checkpoint, tmp_path):
     (folder / "text_encoder" / "config.json").unlink()
     with pytest.raises((OSError, ValueError), match="text_encoder"):
         sana_core.edit_images(TEXT, folder, image)
+
+
+def changed_config(folder, part, **fields):
+    file = folder / "text_encoder" / "config.json"
+    config = json.loads(file.read_text())
+    config[part] |= fields
+    file.write_text(json.dumps(config))
+
+
+def changed_head(folder, **sizes):
+    shutil.rmtree(folder / "transformer")
+    vibe_models.save_transformer(folder / "transformer", vibe_models.transformer(), vibe_models.head(**sizes))
+
+
+def without_token(folder, token):
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] != token]
+    content["model"]["vocab"].pop(token, None)
+    file.write_text(json.dumps(content))
+
+
+def changed_rope(folder, sections):
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
+    changed_config(folder, "text_config", rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: changed_rope(folder, [8]), "its config has text_config"),
+        (lambda folder: changed_rope(folder, [24, 20, 20]), "its config has text_config"),
+        (lambda folder: changed_config(folder, "vision_config", num_heads=3), "its config has vision_config"),
+        (
+            lambda folder: changed_head(folder, width=48),
+            r"head of widths \[48, 64, 48\], expected 64 as in Qwen3-VL",
+        ),
+        (lambda folder: changed_head(folder, output=64), "expected .* and 48 as in the transformer"),
+        (lambda folder: without_token(folder, "<|image_pad|>"), r"got no <\|image_pad\|>, expected Qwen3-VL's"),
+        (lambda folder: without_token(folder, "<|im_end|>"), r"got no <\|im_end\|>, expected Qwen3-VL's"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(vibe, tmp_path, change, message):
+    folder = shutil.copytree(vibe[0], tmp_path / "VIBE-Image-Edit")
+    change(folder)
+    with pytest.raises(sana_core.CheckpointError, match=message):
+        load_instruction_reader(folder)
+
+
+def test_other_images_are_refused(vibe, tmp_path):
+    for image in (torch.rand(3, 64, 64), torch.zeros(4, 64, 64).byte(), torch.zeros(64, 64, 3).byte()):
+        with pytest.raises(sana_core.InputError, match=r"image: got torch.* expected torch.uint8 \[3, height, width\]"):
+            sana_core.edit_images(TEXT, vibe[0], image)
+
+
+def test_image_guidance_without_an_image_is_refused(vibe, tmp_path, capsys):
+    options = ["--checkpoint", str(vibe[0]), "--out", str(tmp_path), "--image-guidance", "2"]
+    assert main(["generate", TEXT, *options]) == 1
+    assert "image_guidance: got it without an image, expected --edit" in capsys.readouterr().err
+
+
+def test_training_is_refused(vibe, tmp_path, capsys):
+    photo().save(tmp_path / "photo.png")
+    (tmp_path / "photo.txt").write_text(TEXT)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"model = '{vibe[0]}'\nout = 'run'\n[[phase]]\ndata = '.'\nsteps = 1\nlearning_rate = 1e-4\n")
+    assert main(["train", str(settings)]) == 1
+    assert "model: got VIBE, which training does not run" in capsys.readouterr().err

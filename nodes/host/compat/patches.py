@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 CORE_NODES = "sana_core_nodes"
 # VIBE's image guidance. Also a key of a conditioning, with its strength.
 IMAGE_GUIDANCE = "sana_image_guidance"
+# Key of a conditioning of VIBE's CLIP.
+INSTRUCTION = "sana_instruction"
 INTERVAL = "sana_guidance_interval"
 KEEP = "sana_keep_on_device"
 PERTURBED = "sana_perturbed_attention"

@@ -9,8 +9,9 @@ import comfy.supported_models_base
 import node_helpers
 import torch
 
-from ....sana_core.checkpoints import find_part, inspect_checkpoint
+from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.checkpoint import Source
+from ....sana_core.checkpoints.load import instruction_parts
 from ....sana_core.checkpoints.tokenizer import load_qwen_tokenizer
 from ....sana_core.edit import resize
 from ....sana_core.errors import InputError
@@ -24,7 +25,7 @@ from ....sana_core.model.known_models import edit_size
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.model.text import Tokenizer
 from ..compat.internals import remember_loader
-from ..compat.patches import IMAGE_GUIDANCE
+from ..compat.patches import IMAGE_GUIDANCE, INSTRUCTION
 from ..file_stats import Reloader
 from ..report import warn
 from ..sampling.core_nodes import no_effect
@@ -80,7 +81,7 @@ class EditTextModel(torch.nn.Module):
             warn(no_effect("CLIPSetLastLayer"))
 
     def encode_token_weights(self, pairs: dict) -> tuple[torch.Tensor, None, dict]:
-        """Return embeddings [1, queries, C], no pooled output, and no options."""
+        """Return embeddings [1, queries, C], no pooled output, and the mark of VIBE's embeddings."""
         text, image = pairs[KEY][0][0][0]
         if image is None and not text.strip():
             like = torch.empty(0, dtype=self.qwen3_vl.visual.dtype, device=self.execution_device)
@@ -88,7 +89,7 @@ class EditTextModel(torch.nn.Module):
         else:
             reader = InstructionReader(self.tokenizer, self.qwen3_vl, self.edit_head)
             cond = encode_instruction(reader, text, image, self.execution_device)
-        return cond.float().to(comfy.model_management.intermediate_device()), None, {}
+        return cond.float().to(comfy.model_management.intermediate_device()), None, {INSTRUCTION: True}
 
 
 def levels_of(image: torch.Tensor) -> torch.Tensor:
@@ -100,12 +101,12 @@ def load_edit_clip(source: Source, disable_dynamic: bool = False) -> comfy.sd.CL
     """Return the CLIP of VIBE's folder."""
     checkpoint = inspect_checkpoint(source)
     reload = Reloader(lambda *args, **options: load_edit_clip(*args, **options).patcher, checkpoint.path)
-    part = find_part(checkpoint, "qwen3_vl")
+    part, head_part = instruction_parts(checkpoint)
     tokenizer = load_qwen_tokenizer(part)
     device = comfy.model_management.text_encoder_device()
     dtype, compute = text_dtypes(device)
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
-    head = load_component(find_part(checkpoint, "edit_head"), dtype, compute, operations)
+    head = load_component(head_part, dtype, compute, operations)
     qwen = load_component(part, dtype, compute, operations)
     target = comfy.supported_models_base.ClipTarget(
         lambda **_: EditTokenizer(tokenizer), lambda **_: EditTextModel(qwen, head, tokenizer)
@@ -127,6 +128,8 @@ def encode_edit(
     if not isinstance(clip.tokenizer, EditTokenizer):
         got = type(clip.cond_stage_model).__name__
         raise InputError(f"clip: got {got}, expected VIBE's Qwen3-VL; load VIBE-Image-Edit with SANA Loader")
+    if image.ndim != 4 or not all(image.shape) or image.shape[-1] not in (3, 4):
+        raise InputError(f"image: got {list(image.shape)}, expected [1, height, width, 3 or 4]; connect an IMAGE")
     size = edit_size(image.shape[2], image.shape[1])
     tokens = clip.tokenize(text, images=[image])
     pixels = resize(levels_of(image), size).movedim(0, -1)[None] / 255

@@ -20,7 +20,7 @@ from ....sana_core.model.known_models import GUIDANCE, edit_size, edits_images, 
 from ....sana_core.model.latents import DOWNSCALE, check_channels, check_patches
 from ....sana_core.model.reference import model_timestep
 from ..compat.internals import prefetched_blocks
-from ..compat.patches import SPLIT
+from ..compat.patches import INSTRUCTION, SPLIT
 from ..loading.weights import config_tensor
 from .core_nodes import note_unused, pack_of
 from .prompts import Prompt, PromptBatch, PromptCondition
@@ -158,12 +158,18 @@ class SanaModel(comfy.model_base.BaseModel):
         check_count(field, context, kwargs["noise"])
         self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
+        edits = edits_images(self.diffusion_model.config)
+        # VIBE's CLIP makes no mask, SANA's always does. Both have the same width.
+        if edits and mask is not None or not edits and kwargs.get(INSTRUCTION):
+            raise InputError(
+                f"{field}: got embeddings of another model's CLIP, expected the CLIP of this MODEL; use one SANA Loader"
+            )
         out["prompt"] = PromptCondition(Prompt(field, context, mask, keep=kwargs.get("hooks") is None))
         # ControlNets, training and wrappers of other nodes use these inputs.
         out["c_crossattn"] = comfy.conds.CONDRegular(context)
         if mask is not None:
             out["attention_mask"] = comfy.conds.CONDRegular(mask)
-        if edits_images(self.diffusion_model.config):
+        if edits:
             out["c_concat"] = comfy.conds.CONDNoiseShape(self.edited_latents(**kwargs))
         if self.diffusion_model.config.guidance_embeds:
             guidance = float(kwargs.get("guidance", GUIDANCE))
@@ -175,7 +181,12 @@ class SanaModel(comfy.model_base.BaseModel):
         images = [*([] if concat_latent_image is None else [concat_latent_image]), *reference_latents]
         if not images:
             return torch.zeros_like(noise)
-        if len(images) > 1 or images[0].shape[1:] != noise.shape[1:]:
+        if kwargs.get("concat_mask") is not None:
+            raise InputError(
+                f"{prompt_type}: got an image whose masked part is grey, from InpaintModelConditioning, expected the "
+                "whole image; use Set Latent Noise Mask"
+            )
+        if len(images) > 1 or len(images[0]) > len(noise) or images[0].shape[1:] != noise.shape[1:]:
             got = ", ".join(str(list(latents.shape)) for latents in images)
             raise InputError(
                 f"{prompt_type}: got images with latents of {got}, expected one like {list(noise.shape)}; connect the "
