@@ -17,7 +17,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,7 @@ from in_process import Host
 
 from benchmarks.fake_triton import KERNELS
 from benchmarks.host_bound import BLOCKS, PIXELS, TOKENS, save_transformer
-from benchmarks.machine import host_speed, write
+from benchmarks.machine import host_speed, thread_seconds, write
 from sana_core.runtime.step_recorder import Recorder, Recording, Work
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.step_graph import EAGER_CALLS, StepGraph
@@ -185,14 +184,7 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
             for _ in range(EAGER_CALLS + 2):
                 step()
         calls = {way: calls_of(step) for way, step in steps.items()}
-        seconds: dict[str, list[float]] = {way: [] for way in steps}
-        for number in range(rounds):
-            # In turn from both ends, so that a slow change of the machine's load falls on all ways.
-            for way in list(steps)[:: 1 if number % 2 else -1]:
-                began = time.thread_time()
-                for _ in range(REPEATS):
-                    steps[way]()
-                seconds[way].append((time.thread_time() - began) / REPEATS)
+        seconds = thread_seconds(steps, rounds, REPEATS)
 
     def ratio(way: str, base: str) -> dict[str, float]:
         times = [one / other for one, other in zip(seconds[way], seconds[base], strict=True)]

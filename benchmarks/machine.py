@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,21 @@ def host_speed() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {"cpu": names[0] if names else platform.processor(), "million_additions_ms": round(milliseconds, 1)}
+
+
+def thread_seconds(ways: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1) -> dict[str, list[float]]:
+    """Return the processor time of this thread in a call of each way, by round.
+
+    The ways are in turn from both ends, so that a slow change of the machine's load falls on all of them.
+    """
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in list(ways)[:: 1 if number % 2 else -1]:
+            began = time.thread_time()
+            for _ in range(repeats):
+                ways[way]()
+            seconds[way].append((time.thread_time() - began) / repeats)
+    return seconds
 
 
 def printed_by(test: str) -> str:

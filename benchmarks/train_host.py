@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from trainers import make_trainer, take_step
 
-from benchmarks.machine import host_speed, write
+from benchmarks.machine import host_speed, thread_seconds, write
 from sana_core.model.known_models import MAX_TOKENS, VARIANTS
 from sana_core.training.cache import Batch
 from sana_core.training.schedule import TrainProgress
@@ -68,13 +67,7 @@ def main() -> None:
     for step in steps.values():
         for _ in range(3):
             step()
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(options.rounds):
-        # In turn from both ends, so that a slow change of the machine's load falls on all ways.
-        for way in list(steps)[:: 1 if number % 2 else -1]:
-            began = time.thread_time()
-            steps[way]()
-            seconds[way].append(time.thread_time() - began)
+    seconds = thread_seconds(steps, options.rounds)
 
     def ratio(way: str, base: str) -> float:
         return round(statistics.median(map(lambda one, other: one / other, seconds[way], seconds[base])), 3)

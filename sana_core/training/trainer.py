@@ -409,10 +409,10 @@ class Trainer:
             self.best = self.validated_step = None
 
     def compile_blocks(self) -> None:
-        """Compile the blocks of the model, if the settings ask for it or it saves time. One rank that cannot
-        compile them decides for all.
+        """Compile the blocks of the model, if the settings ask for it or it saves time.
 
-        A compiled block takes captions of one length, see `batch_loss`. Each size of images is compiled anew.
+        A first forward and backward shows whether this works. If it fails on one rank, no rank keeps its compiled
+        blocks. A block is compiled once for each size of images, for captions of one length (see `batch_loss`).
         """
         settings, ranks = self.settings, self.ranks
         if settings.compile == OFF or not settings.can_compile:

@@ -187,19 +187,22 @@ def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = Fal
     if part.quantised:
         dtype, operations = dtype or compute, comfy.ops.mixed_precision_ops({}, compute, full_precision_mm=True)
     gemma = load_component(part, dtype, compute, operations)
-    target = comfy.supported_models_base.ClipTarget(
-        lambda **_: SanaTokenizer(tokenizer, gemma.config.to_dict(), reading),
-        lambda **_: SanaTextModel(gemma, tokenizer),
-    )
-    clip = comfy.sd.CLIP(
-        target,
-        model_options={"dtype": gemma.dtype, "initial_device": torch.device("cpu")},
-        disable_dynamic=disable_dynamic,
-    )
+    sana_tokenizer = SanaTokenizer(tokenizer, gemma.config.to_dict(), reading)
+    clip = make_clip(sana_tokenizer, SanaTextModel(gemma, tokenizer), gemma.dtype, disable_dynamic)
+    remember_loader(clip.patcher, reload, path, reference)
+    return clip
+
+
+def make_clip(
+    tokenizer: object, model: torch.nn.Module, dtype: torch.dtype, disable_dynamic: bool = False
+) -> comfy.sd.CLIP:
+    """Return the CLIP of `tokenizer` and `model`, whose weights are on the CPU in `dtype`."""
+    target = comfy.supported_models_base.ClipTarget(lambda **_: tokenizer, lambda **_: model)
+    options = {"dtype": dtype, "initial_device": torch.device("cpu")}
+    clip = comfy.sd.CLIP(target, model_options=options, disable_dynamic=disable_dynamic)
     if not clip.patcher.is_dynamic():
         # ComfyUI's CLIP creates the patcher itself.
         clip.patcher.__class__ = LookupPatcher
-    remember_loader(clip.patcher, reload, path, reference)
     keep_on_device(clip.patcher)
     return clip
 

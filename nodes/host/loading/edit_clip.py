@@ -5,7 +5,6 @@ from __future__ import annotations
 import comfy.model_management
 import comfy.ops
 import comfy.sd
-import comfy.supported_models_base
 import node_helpers
 import torch
 
@@ -29,8 +28,7 @@ from ..compat.patches import IMAGE_GUIDANCE, INSTRUCTION
 from ..file_stats import Reloader
 from ..report import warn
 from ..sampling.core_nodes import no_effect
-from .clip import text_dtypes
-from .layers import LookupPatcher, keep_on_device
+from .clip import make_clip, text_dtypes
 from .weights import load_component
 
 KEY = "qwen3_vl"
@@ -108,16 +106,9 @@ def load_edit_clip(source: Source, disable_dynamic: bool = False) -> comfy.sd.CL
     operations = comfy.ops.disable_weight_init if dtype == compute else comfy.ops.manual_cast
     head = load_component(head_part, dtype, compute, operations)
     qwen = load_component(part, dtype, compute, operations)
-    target = comfy.supported_models_base.ClipTarget(
-        lambda **_: EditTokenizer(tokenizer), lambda **_: EditTextModel(qwen, head, tokenizer)
-    )
-    options = {"dtype": qwen.dtype, "initial_device": torch.device("cpu")}
-    clip = comfy.sd.CLIP(target, model_options=options, disable_dynamic=disable_dynamic)
-    if not clip.patcher.is_dynamic():
-        # ComfyUI's CLIP creates the patcher itself.
-        clip.patcher.__class__ = LookupPatcher
+    model = EditTextModel(qwen, head, tokenizer)
+    clip = make_clip(EditTokenizer(tokenizer), model, qwen.dtype, disable_dynamic)
     remember_loader(clip.patcher, reload, checkpoint.path)
-    keep_on_device(clip.patcher)
     return clip
 
 
