@@ -3,7 +3,7 @@
 README, docs, SANA Plan, `plan` and the notes and cards of the templates take their numbers from here. `gpu_table` and
 `model_table` are the tables of the documents; scripts/tables.py writes them.
 
-No number here is measured. The speeds of GPUs and hosts are in split/cost.py.
+No number here is measured. The speeds of GPUs and hosts are in seconds.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .memory import CONTEXT, ImagePlan, plan_memory, quantised_bytes
 from .model.known_models import DEFAULT_RESOLUTION, DEFAULTS, GPU_SIZES, SPRINT_DEFAULTS, VARIANTS
 from .model.latents import DOWNSCALE
 from .runtime.accelerator import current_accelerator, has_bf16, memory_info
-from .split.cost import RTX_4090, ExampleGpu, Work, work_of
+from .seconds import RTX_4090, ExampleGpu, Work, work_of
 
 PREDICTED = (
     "Seconds are predicted, not measured: 20 steps (Sprint: 2) and the decode, with the models loaded. Two values are "
@@ -240,9 +240,9 @@ def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> lis
     """
     model = VARIANTS[variant]
     steps, passes = (SPRINT_DEFAULTS.steps, 1) if model.guidance_embeds else (DEFAULTS.steps, 2)
-    step = work_of(model, width // DOWNSCALE, height // DOWNSCALE, passes, 1, torch.bfloat16.itemsize)
+    step = work_of(model, width // DOWNSCALE, height // DOWNSCALE, passes, torch.bfloat16.itemsize)
     decode = decode_work(width, height)
-    return [steps * step.seconds(speed, 1) + decode.seconds(speed, 1) for speed in gpu.speeds]
+    return [steps * step.seconds(speed) + decode.seconds(speed) for speed in gpu.speeds]
 
 
 def decode_work(width: int, height: int) -> Work:

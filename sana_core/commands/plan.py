@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-
-import torch
 
 from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
-from ..batch.pipeline import local_devices
 from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
 from ..runtime.text import write_lines
-from ..split.cost import LEAST_GAIN, LINKED, LINKS, Cost, split_cost
-from ..split.speed import probe
 from ..video.memory import VideoPlan, plan_video
 
 # the decoder of most models
@@ -24,8 +18,7 @@ VAE = "dc-ae-f32c32"
 EXAMPLE = """example:
   python -m sana_core plan
   python -m sana_core plan --gpu 8
-  python -m sana_core plan 1.6B --width 4096 --height 4096
-  python -m sana_core plan 1.6B --width 4096 --height 4096 --split 4 --link pcie"""
+  python -m sana_core plan 1.6B --width 4096 --height 4096"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a GPU without bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default=VAE)
-    parser.add_argument("--split", type=int, metavar="N", help="predict what N GPUs gain that share an image")
-    parser.add_argument(
-        "--link",
-        choices=LINKS,
-        help="for --split: published speeds of this link and its GPUs; default: this machine's, measured",
-    )
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
 
 
@@ -67,12 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.frames is not None:
         got = arguments.variant or "no model"
         raise InputError(f"frames: got {got}, expected SANA-Video, such as {next(iter(VIDEOS))}; leave it out")
-    if arguments.link is not None and arguments.split is None:
-        raise InputError("link: it is for split; add --split, or leave it out")
     image = arguments.width, arguments.height
-    if arguments.split is not None and (is_video or arguments.variant is None):
-        got = "no model" if arguments.variant is None else "SANA-Video, whose videos GPUs cannot share"
-        raise InputError(f"split: got {got}, expected a model of images such as 1.6B; give one, or leave --split out")
     plan: MemoryPlan
     if is_video:
         plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
@@ -81,11 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
         sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
         options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
         plan = plan_memory(fitting.variant, *image, arguments.batch, gpu.dtype, **options)
-    costs = [] if arguments.split is None else find_costs(arguments, DTYPES[gpu.dtype])
     if arguments.json:
-        names = "split", "split_slow_host"
-        shared = {name: {**cost._asdict(), "gain": cost.gain} for name, cost in zip(names, costs, strict=False)}
-        write_lines(*json.dumps({**plan, **shared, "answer": sentence}, indent=2).splitlines())
+        write_lines(*json.dumps({**plan, "answer": sentence}, indent=2).splitlines())
         return
     lines = [sentence, "", f"{'GB (10^9 bytes)':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
     for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"])):
@@ -95,8 +74,6 @@ def run(arguments: argparse.Namespace) -> None:
     lines.append(f"The stages run one after another, so it {fitting_cards(plan)}. {gpu.describe()}")
     if arguments.variant is None:
         lines += ["", *columns(model_table()), PREDICTED]
-    if costs:
-        lines += describe(costs)
     write_lines(*lines)
 
 
@@ -116,52 +93,6 @@ def columns(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
-
-
-def find_costs(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Cost]:
-    """Return the cost of sharing an image, measured on this machine. With a link, predicted for a fast and a slow host.
-
-    Raises InputError without a link if this machine has no two devices.
-    """
-    if arguments.link is not None:
-        gpus, link = list(LINKED[arguments.link].speeds), LINKS[arguments.link]
-    else:
-        devices = local_devices(None)
-        if len(devices) < 2:
-            raise InputError(
-                f"link: got none, and this machine has no two devices to measure; give {' or '.join(LINKS)}"
-            )
-        gpu, link = probe(devices, dtype)
-        gpus = [gpu]
-    size = arguments.width, arguments.height
-    return [split_cost(arguments.variant, size, arguments.split, gpu, link, element=dtype.itemsize) for gpu in gpus]
-
-
-def describe(costs: list[Cost]) -> list[str]:
-    """Return lines about an image that several devices share. The last one of `costs` is for the slowest host."""
-    cost = costs[0]
-
-    def span(value: Callable[[Cost], float], digits: int) -> str:
-        return " to ".join(dict.fromkeys(f"{value(cost):.{digits}f}" for cost in costs))
-
-    lines = [
-        f"{cost.devices} devices share an image{', the two prompts apart' if cost.groups > 1 else ''}: a guided step "
-        f"takes {span(lambda cost: 1e3 * (cost.computing + cost.exchanging), 1)} ms, on one "
-        f"{span(lambda cost: 1e3 * cost.alone, 1)} ms, {span(lambda cost: cost.gain, 2)} times as fast",
-        f"each launches {cost.launches} and moves {cost.moved / 1e9:.1f} GB, one alone {cost.launches_alone} and "
-        f"{cost.moved_alone / 1e9:.1f} GB",
-        "they exchange nothing but the result of each step"
-        if cost.groups == cost.devices
-        else f"{cost.exchanges} exchanges a step; in a block {cost.sum_bytes / 1e6:.2f} MB of sums from each device, "
-        f"and {cost.row_bytes / 1e6:.2f} MB for a neighbour",
-        "each device holds all the weights",
-    ]
-    if cost != costs[-1]:
-        lines.insert(1, "two values are for a fast and a slow CPU")
-    if costs[-1].gain < LEAST_GAIN:
-        host = "with a slow CPU " if cost.gain >= LEAST_GAIN else ""
-        lines.append(f"{host}it does not pay: use fewer devices, or a larger image")
-    return lines
 
 
 def row(name: str, weights: int, activations: int | None) -> str:

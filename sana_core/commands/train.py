@@ -126,11 +126,10 @@ def run_training(settings: TrainingSettings, ranks: Ranks, tensorboard: bool, wa
 def plan_lines(
     settings: TrainingSettings, card: float | None, cards: int = 1, report: Callable[[str], None] | None = None
 ) -> list[str]:
-    """Return the table of a run's stages, the time of its steps, and whether they fit a GPU of `card` GiB.
+    """Return the table of a run's stages, and whether they fit each of `cards` GPUs of `card` GiB.
 
-    Without `card`, the GPU is this machine's. For several `cards`, or a sharded or offloaded model, the table has every
-    kind of parallel training. `report` receives the name of each case that is counted. If the model's files do not
-    exist and its name is the name of a released model, the plan is for that model.
+    Without `card`, the GPU is this machine's. `report` receives the name of each case that is counted. If the model's
+    files do not exist and its name is the name of a released model, the plan is for that model.
     """
     from ..checkpoints.files import readable
     from ..model.known_models import released_variant
@@ -138,9 +137,7 @@ def plan_lines(
     from ..runtime.checks import check_number, check_whole
     from ..training.optimizers import DDP
     from ..training.plan import (
-        arrangement_lines,
         decide_checkpointing,
-        duration_lines,
         fit_lines,
         plan_training,
         read_base,
@@ -153,8 +150,7 @@ def plan_lines(
     if card is not None:
         check_number("card", card, 1, 10_000)
     check_whole("cards", cards, 1, 4096)
-    several = cards > 1 or settings.parallel.kind != DDP
-    if several:
+    if cards > 1 or settings.parallel.kind != DDP:
         check_steps(settings, cards)
     variant, lines = released_variant(Path(settings.model).name), []
     with readable(Path(settings.model)):
@@ -172,10 +168,7 @@ def plan_lines(
     if room is not None:
         settings = decide_checkpointing(settings, base, room, cards)
     plan = plan_training(settings, base, cards)
-    lines += [*table_lines(plan), *duration_lines(settings, base, cards), ""]
-    if several:
-        return [*lines, *arrangement_lines(settings, base, cards, room)]
-    return [*lines, *fit_lines(settings, base, plan, room)]
+    return [*lines, *table_lines(plan), "", *fit_lines(settings, base, plan, room, cards)]
 
 
 def fit_memory(settings: TrainingSettings, cards: int = 1) -> TrainingSettings:

@@ -107,7 +107,7 @@ def find_groups(parts: int, speeds: Sequence[float]) -> int:
 
     The number of groups divides both `parts` and the number of members. Each group computes different parts of the
     batch, and exchanges nothing with the others until the end. This needs fewer bytes and launches than a division by
-    rows alone (see `cost.split_cost`). If the groups would differ too much in speed, there is one group. Its members
+    rows alone. If the groups would differ too much in speed, there is one group. Its members
     get rows in proportion to their speeds.
     """
     groups = math.gcd(parts, len(speeds))

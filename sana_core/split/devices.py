@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..model.block import feed_forward
 from ..model.row_shards import Shard, shard_specs
 from ..model.sharded_ops import make_shard
+from ..runtime.accelerator import synchronize
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.device_team import Attempt, DeviceThread, DeviceThreads, Team
 from ..runtime.text import get_logger
 from .threads import ExchangeBoard, ThreadExchange
 
+if TYPE_CHECKING:
+    from diffusers import SanaTransformer2DModel
+
 logger = get_logger(__name__)
+
+# Rows and columns of the feed-forward that is measured, and seconds of the measurement. Half of a step's arithmetic is
+# in the feed-forwards.
+SIZE, SECONDS = (16, 64), 0.3
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the kind of device. Devices with the same name count as equally fast."""
+    return device.type if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_name(device)
+
+
+def relative_speeds(devices: Sequence[torch.device], transformers: Sequence[SanaTransformer2DModel]) -> list[float]:
+    """Return the speeds of `devices`, each with its copy of the transformer. Measured only if their names differ."""
+    if len({device_name(device) for device in devices}) == 1:
+        return [1.0] * len(devices)
+    measured: dict[torch.device, float] = {}
+    for device, transformer in zip(devices, transformers, strict=True):
+        if device not in measured:
+            measured[device] = measure(device, transformer)
+    return [measured[device] / devices.count(device) for device in devices]
+
+
+@torch.no_grad()
+def measure(device: torch.device, transformer: SanaTransformer2DModel) -> float:
+    """Return how many feed-forwards of the first block `device` computes in a second."""
+    block, config = transformer.transformer_blocks[0].ff, transformer.config
+    width = config.num_attention_heads * config.attention_head_dim
+    states = torch.zeros(1, SIZE[0] * SIZE[1], width, device=device, dtype=transformer.dtype)
+    feed_forward(block, states, SIZE)
+    synchronize(device)
+    began, runs, seconds = time.perf_counter(), 0, 0.0
+    while seconds < SECONDS:
+        feed_forward(block, states, SIZE)
+        synchronize(device)
+        runs, seconds = runs + 1, time.perf_counter() - began
+    return runs / seconds
 
 
 class Split:

@@ -30,8 +30,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.device_team import DeviceThreads
 from ..runtime.text import get_logger
 from ..sampling.guidance import ShardedModel
-from .devices import Split
-from .speed import relative_speeds
+from .devices import Split, relative_speeds
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC

@@ -1,16 +1,15 @@
-"""Predicts the memory of each stage of a run and the time of its steps, and proposes settings that fit the GPUs.
+"""Predicts the memory of each stage of a run, and proposes settings that fit the GPUs.
 
 Nothing is loaded. The memory of a training step is counted by `memory_counter`. The other stages use the predictions of
-`sana_core.memory` and of the decoder's planner. The time is predicted from the operations, which a GPU is assumed to
-compute at REACHED of its peak, as large models do in training. It is at least the time in which the host starts them.
-Encoding, validation and communication between GPUs are not part of the time.
+`sana_core.memory` and of the decoder's planner. The faster of two settings is found by the time of their steps. It is
+predicted from the operations, which a GPU is assumed to compute at REACHED of its peak, as large models do in training.
+It is at least the time in which the host starts them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import attrgetter
@@ -38,15 +37,13 @@ from ..model.known_models import (
 )
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
-from ..split.cost import H100, RTX_4090, position_flops
-from ..split.speed import SIDE, seconds_of
+from ..seconds import RTX_4090, position_flops
 from .images import shapes_at
 from .memory_counter import CountCache, Report, StepMemory, count_optimizer, count_step
-from .optimizers import DDP, FSDP, KINDS, OFFLOADED, OPTIMIZERS
+from .optimizers import DDP, OFFLOADED, OPTIMIZERS
 from .previews import preview_size
-from .settings import CONSISTENCY, Parallel, Phase, TrainingSettings, check_method, check_parallel
+from .settings import CONSISTENCY, Phase, TrainingSettings, check_method, check_parallel
 from .sharding import microbatches
-from .states import clock
 
 FP32_BYTES = torch.float32.itemsize
 # Copies of the largest weight in fp32 while an adapter is added to it.
@@ -61,8 +58,6 @@ REACHED = 0.4
 # Seconds in which the host starts the forward and the backward of a block. With gradient checkpointing it takes twice
 # that: 0.377 s for the 20 blocks of SANA 1.6B, of which an H100 waited for the host all the time.
 HOST_SECONDS = 0.377 / 20 / 2
-# The time of a step may be this many times the prediction.
-SLOWEST = 2
 # Share of a GPU's memory that a run without gradient checkpointing may be predicted to take.
 FILLED = 0.9
 
@@ -365,39 +360,6 @@ def step_seconds(settings: TrainingSettings, base: Base, phase: Phase, speed: fl
     return max(host, step_operations(settings, base, phase) / (speed * cards))
 
 
-def duration_lines(settings: TrainingSettings, base: Base, cards: int = 1) -> list[str]:
-    """Return the times of the steps of each phase on `cards` GPUs of each kind."""
-    lines = []
-    for number, phase in enumerate(settings.phase, 1):
-        times = []
-        for name, tflops, *_ in (H100, RTX_4090):
-            seconds = step_seconds(settings, base, phase, tflops * 1e12 * REACHED, cards)
-            total = ""
-            if phase.steps is not None:
-                shortest, longest = (clock(max(1.0, factor * seconds * phase.steps)) for factor in (1, SLOWEST))
-                total = f", {shortest} to {longest} in all"
-            duration = f"{seconds:.2g} to {SLOWEST * seconds:.2g} s"
-            times.append(f"{duration} on {f'{cards} {name}s' if cards > 1 else f'one {name}'}{total}")
-        operations = step_operations(settings, base, phase)
-        lines.append(f"phase {number}: a step of {operations / 1e12:.3g} TFLOP takes {'; '.join(times)}")
-    return lines
-
-
-def measured_seconds(settings: TrainingSettings, base: Base, device: torch.device, done: int) -> float:
-    """Return the seconds of the steps after the first `done`, from half a second of measured speed.
-
-    Phases that have epochs instead of steps are not counted.
-    """
-    square = torch.ones(SIDE, SIDE, device=device, dtype=getattr(torch, settings.dtype))
-    reached = REACHED * 2 * SIDE**3 / seconds_of(lambda: square @ square, [device])
-    seconds, steps_to_skip = 0.0, done
-    for phase in settings.phase:
-        remaining = max(0, (phase.steps or 0) - steps_to_skip)
-        steps_to_skip = max(0, steps_to_skip - (phase.steps or 0))
-        seconds += remaining * step_seconds(settings, base, phase, reached)
-    return seconds
-
-
 def decide_checkpointing(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> TrainingSettings:
     """Return `settings` without gradient checkpointing, if they fit GPUs of `room` bytes without it."""
     without = replace(settings, checkpoint_gradients=False)
@@ -414,16 +376,16 @@ def merge_batches(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, phase=tuple(map(merge, settings.phase)))
 
 
-def propose_faster(settings: TrainingSettings, base: Base, room: float) -> list[str]:
-    """Return the changes of the batches that make the steps of `settings` fastest on a GPU of `room` bytes, as text."""
+def propose_faster(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> list[str]:
+    """Return the changes of the batches that make steps fastest on `cards` GPUs of `room` bytes each, as text."""
     candidates, following = [settings], merge_batches(settings)
-    while following != candidates[-1] and plan_training(following, base).gpu_bytes <= room:
+    while following != candidates[-1] and plan_training(following, base, cards).gpu_bytes <= room:
         candidates.append(following)
         following = merge_batches(following)
 
     def seconds(candidate: TrainingSettings) -> float:
-        decided = decide_checkpointing(candidate, base, room)
-        return sum(step_seconds(decided, base, phase, RTX_4090.tflops * 1e12 * REACHED) for phase in decided.phase)
+        decided, speed = decide_checkpointing(candidate, base, room, cards), RTX_4090.tflops * 1e12 * REACHED
+        return sum(step_seconds(decided, base, phase, speed, cards) for phase in decided.phase)
 
     return differences(settings, min(candidates, key=seconds))
 
@@ -531,42 +493,18 @@ def differences(before: TrainingSettings, after: TrainingSettings) -> list[str]:
     return texts
 
 
-def with_kind(settings: TrainingSettings, kind: str) -> TrainingSettings:
-    """Return `settings` with this kind of parallel training. Kinds of FSDP keep `block` and `replicas`."""
-    parallel = Parallel() if kind == DDP else replace(settings.parallel, kind=kind)
-    return replace(settings, parallel=parallel)
-
-
-def cheapest(settings: TrainingSettings, base: Base, cards: int, room: float) -> Proposal | None:
-    """Return the proposal for `cards` GPUs of `room` bytes with the fewest changes. None: nothing fits.
-
-    Offloading is the slowest kind of parallel training. It is tried last.
-    """
-    for kinds in ((DDP, FSDP), (OFFLOADED,)):
-        proposals = [propose(with_kind(settings, kind), base, room, cards) for kind in kinds]
-        fitting = [
-            proposal for proposal in proposals if proposal.plan.gpu_bytes <= room and is_allowed(proposal.settings)
-        ]
-        if fitting:
-            best = min(fitting, key=lambda proposal: len(proposal.changes))
-            return best._replace(changes=(f'kind = "{best.settings.parallel.kind}" in [parallel]', *best.changes))
-    return None
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
-    """Return a table of bytes in GB. A row has a name and a number for each column."""
-    lines = [f"{title:46}" + "".join(f"{column:>10}" for column in columns)]
-    return lines + [f"{name:46}" + "".join(f"{size / 1e9:10.2f}" for size in sizes) for name, sizes in rows]
-
-
 def table_lines(plan: Plan) -> list[str]:
-    """Return the stages of `plan` as a table."""
-    rows = [(stage.name, (stage.weights, stage.state, stage.work, stage.bytes)) for stage in plan.stages]
-    return table("GB", ("weights", "state", "work", "together"), rows)
+    """Return the stages of `plan` as a table. "host" and "sent" are columns only if they have values."""
+    columns = ["weights", "state", "work", "together", *(["host", "sent"] if plan.host or plan.sent else [])]
+    lines = [f"{'GB':46}" + "".join(f"{column:>10}" for column in columns)]
+    for stage in plan.stages:
+        sizes = stage.weights, stage.state, stage.work, stage.bytes, stage.host, stage.sent
+        lines.append(f"{stage.name:46}" + "".join(f"{size / 1e9:10.2f}" for size in sizes[: len(columns)]))
+    return lines
 
 
-def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, room: float | None) -> list[str]:
-    """Describe whether the `plan` of `settings` fits a GPU of `room` bytes, and if not, settings that do.
+def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, room: float | None, cards: int = 1) -> list[str]:
+    """Describe whether the `plan` of `settings` fits each of `cards` GPUs of `room` bytes. If not, propose settings.
 
     Without a GPU (`room` is None), name the smallest of GPU_SIZES that it fits.
     """
@@ -576,38 +514,12 @@ def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, room: float | 
         return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {GPU_SIZES[-1]} GB")]
     name = f"a GPU of {room / 2**30:.4g} GB"
     if plan.gpu_bytes <= room:
-        faster = "; ".join(propose_faster(settings, base, room))
+        faster = "; ".join(propose_faster(settings, base, room, cards))
         return [f"{needed}: fits {name}", *([f"faster, and fits too: {faster}"] if faster else [])]
-    proposal = propose(settings, base, room)
+    proposal = propose(settings, base, room, cards)
     changes, least = "; ".join(proposal.changes), f"{proposal.plan.gpu_bytes / 1e9:.1f} GB"
     lines = [f"{needed}, for {plan.largest.name}: does not fit {name}"]
     if proposal.plan.gpu_bytes <= room:
         return [*lines, f"fits with {changes}: {least}"]
     least += f", for {proposal.plan.largest.name}" + (f", with {changes}" if changes else "")
     return [*lines, f"the least that these settings can come to: {least}"]
-
-
-def arrangement_lines(settings: TrainingSettings, base: Base, cards: int, room: float | None) -> list[str]:
-    """Return a table with the largest stage of each kind of parallel training, and the cheapest that fits `room` bytes.
-
-    The kinds that send the least in a step come first.
-    """
-    rows = []
-    for kind in KINDS:
-        candidate = with_kind(settings, kind)
-        if is_allowed(candidate):
-            plan = plan_training(candidate, base, cards)
-            largest = plan.largest
-            sizes = (largest.weights, largest.state, largest.work, plan.gpu_bytes, plan.host, plan.sent)
-            rows.append((f"{kind:14}{largest.name}", sizes))
-    rows.sort(key=lambda row: row[1][-1])
-    where = f"GB on each of {cards} GPUs" if cards > 1 else "GB on one GPU"
-    lines = table(where, ("weights", "state", "work", "GPU", "host", "sent"), rows)
-    if room is None:
-        return lines
-    best = cheapest(settings, base, cards, room)
-    name = f"{cards} GPU{'s' if cards > 1 else ''} of {room / 2**30:.4g} GB"
-    if best is None:
-        return [*lines, f"nothing fits {name}; take more of them, or a lower resolution"]
-    needed = f"{best.plan.gpu_bytes / 1e9:.1f} GB on each, {best.plan.sent / 1e9:.2f} GB sent a step"
-    return [*lines, f"fits {name} with {'; '.join(best.changes)}: {needed}"]

@@ -76,7 +76,6 @@ MODES = {
     "plan": {
         "a recommendation": "",
         "images": "1.6B --batch 4",
-        "shared images": "1.6B --batch 4 --split 4 --link nvlink",
         "480p": "video-2B-480p",
         "720p": "video-2B-720p",
     },
@@ -145,8 +144,6 @@ OPTIONS = {
         "pag": "--pag",
         "dtype": "--dtype float32",
         "vae": "--vae dc-ae-lite-f32c32",
-        "split": "--split 2",
-        "link": "--link pcie",
         "gpu": "--gpu 8",
         "json": "--json",
     },

@@ -5,8 +5,6 @@ import json
 import pytest
 from setup import ROOT
 
-from sana_core.__main__ import main
-
 BENCHMARKS = "docs/developer/benchmarks.md"
 
 
@@ -184,17 +182,6 @@ def words(page):
 def test_the_page_of_benchmarks_quotes_the_last_runs(figures):
     page, sentences = words(BENCHMARKS), list(figures())
     assert len(sentences) >= 4 and [text for text in sentences if text not in page] == []
-
-
-def test_the_predicted_gain_of_a_split_is_what_the_command_prints(capsys):
-    gains = []
-    for devices, link in ((8, "nvlink"), (4, "pcie")):
-        size = ["--width", "4096", "--height", "4096", "--split", str(devices), "--link", link]
-        assert main(["plan", "1.6B", *size, "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)
-        gains.append([f"x{plan[host]['gain']:.1f}" for host in ("split", "split_slow_host")])
-    fast, slow = (", ".join(values) for values in zip(*gains, strict=True))
-    assert f"for RTX 4090 | {fast}; with a slow CPU {slow} |" in words(BENCHMARKS)
 
 
 def accelerator_figures():

@@ -32,14 +32,11 @@ PLAN = {
     "pag": None,
     "dtype": "float32",
     "vae": "dc-ae-lite-f32c32",
-    "split": 2,
-    "link": "pcie",
     "gpu": 8,
     "json": None,
 }
 MODES = {
     "images": ["1.6B", "--batch", 4],
-    "shared images": ["1.6B", "--batch", 4, "--split", 4, "--link", "nvlink"],
     "480p": ["video-2B-480p"],
     "720p": ["video-2B-720p"],
 }
@@ -55,10 +52,8 @@ def test_each_option_of_plan_changes_the_figures_or_is_refused(capsys, mode, opt
     value = [] if PLAN[option] is None else [PLAN[option]]
     size = {"width": 544, "height": 544}.get(option)
     value = value if size is None or mode == "images" else [size]
-    # a split needs a link
-    extra = ["--link", "pcie"] if option == "split" and mode == "images" else []
-    got = said(capsys, *words, f"--{option}", *value, *extra)
-    refused = got[1].startswith((f"{option}: ", "link: "))
+    got = said(capsys, *words, f"--{option}", *value)
+    refused = got[1].startswith(f"{option}: ")
     assert (refused and not got[0]) or got[0] not in ("", plain[0]), got
 
 

@@ -12,7 +12,6 @@ from test_forward import guidance_of, theirs
 from tiny import VARIANTS, random_prompt, tiny_transformer
 
 from sana_core import generate
-from sana_core.__main__ import main
 from sana_core.decode import devices as decode_devices
 from sana_core.decode import oom
 from sana_core.errors import InputError
@@ -21,7 +20,6 @@ from sana_core.model.forward_inputs import Perturbation
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
 from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denoiser
 from sana_core.split import generate as sharing
-from sana_core.split.cost import H100, LINKS, position_flops, split_cost
 from sana_core.split.devices import Split
 
 CPU = torch.device("cpu")
@@ -310,38 +308,3 @@ def test_an_accelerator_is_named_once():
     sharing.check_devices(cards)
     with pytest.raises(InputError, match="devices: got cuda:1 twice, expected each once"):
         sharing.check_devices([*cards, cards[1]])
-
-
-def test_plan_says_what_devices_take_and_gain(capsys):
-    main(["plan", "1.6B", "--width", "4096", "--height", "4096", "--split", "8", "--link", "nvlink"])
-    out = capsys.readouterr().out
-    assert (
-        "8 devices share an image, the two prompts apart: a guided step takes 144.0 to 297.7 ms, on one 172.3 ms" in out
-    )
-    assert "two values are for a fast and a slow CPU" in out
-    assert "each launches 427 and moves 20.2 GB, one alone 287 and 132.8 GB" in out
-    assert "41 exchanges a step; in a block 0.59 MB of sums from each device, and 0.57 MB for a neighbour" in out
-    assert "it does not pay: use fewer devices, or a larger image" in out
-    main(["plan", "1.6B", "--width", "2048", "--height", "2048", "--split", "2", "--link", "pcie"])
-    out = capsys.readouterr().out
-    assert "102.3 ms, on one 204.4 ms, 2.00 times as fast" in out and "they exchange nothing but the result" in out
-    assert "does not pay" not in out and "two values" not in out
-    # Python launches for all GPUs in turn, so a slow CPU takes the gain.
-    main(["plan", "1.6B", "--width", "2048", "--height", "2048", "--split", "2", "--link", "nvlink"])
-    assert "with a slow CPU it does not pay: use fewer" in capsys.readouterr().out
-    main(["plan", "0.6B", "--width", "512", "--height", "512", "--split", "4", "--link", "pcie"])
-    assert "it does not pay" in capsys.readouterr().out
-    with pytest.raises(InputError, match="split: got 40, expected from 2 to 32"):
-        split_cost("1.6B", (1024, 1024), 40, H100.speeds[0], LINKS["pcie"])
-
-
-@pytest.mark.parametrize("pixels, milliseconds", [(1024, 12.1), (4096, 172.4)])
-def test_predicted_step_of_an_h100_is_the_measured_one(pixels, milliseconds):
-    """Measured: the steps of the pack with the 1.6B model in benchmarks/gpu/nvidia-h100-80gb-hbm3.json."""
-    cost = split_cost("1.6B", (pixels, pixels), 2, H100.speeds[0], LINKS["nvlink"])
-    assert 1e3 * cost.alone == pytest.approx(milliseconds, rel=0.02)
-
-
-def test_a_step_s_arithmetic_is_that_of_the_counted_layers():
-    # 2 passes x (128 x 128) positions; the 0.24 TFLOP of the text's keys and values, of 91.1, are not in every step
-    assert 2 * 128 * 128 * position_flops(2240, 20) == pytest.approx(90.9e12, rel=0.01)

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from setup import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import train_memory
 from benchmarks.train_memory import CONTROLNET, FULL, count_step, make_settings
 from sana_core.model.known_models import Architecture
 from sana_core.training import plan, states
-from sana_core.training.plan import duration_lines, read_base, released_base, step_operations
-from sana_core.training.settings import Method, read_settings
+from sana_core.training.plan import released_base, step_operations
+from sana_core.training.settings import Method
 from sana_core.training.states import Eta
 
 MODEL = Architecture(2240, 8)
@@ -50,13 +49,6 @@ def test_operations_are_those_that_torch_counts(own, monkeypatch):
     count_step(MODEL, settings, steps=1)
     base = released_base("1.6B")._replace(model=MODEL)
     assert step_operations(settings, base, settings.phase[0]) == pytest.approx(counter.get_total_flops(), rel=0.08)
-
-
-def test_the_lines_name_each_phase_and_what_several_gpus_take():
-    settings = read_settings(ROOT / "recipes" / "lora_bundled.toml")
-    base = read_base(settings)
-    (one,), (four,) = duration_lines(settings, base), duration_lines(settings, base, 4)
-    assert one.startswith("phase 1: a step of ") and one.count(" in all") == 2 and "on 4 H100s" in four
 
 
 def test_the_time_left_does_not_count_what_was_before_the_first_step(monkeypatch):

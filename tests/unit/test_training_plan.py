@@ -38,7 +38,7 @@ from sana_core.model.known_models import (
 )
 from sana_core.model.latents import CHANNELS
 from sana_core.runtime.accelerator import current_accelerator
-from sana_core.split.cost import H100
+from sana_core.seconds import H100
 from sana_core.training.cache import Batch
 from sana_core.training.memory_counter import compute_norms_in_fp32, count_optimizer, counting, to_fake
 from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer, step_optimizer

@@ -15,17 +15,15 @@ from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError
 from ....sana_core.runtime.text import get_logger
 from ....sana_core.training.plan import (
-    SLOWEST,
     Base,
     Plan,
     decide_checkpointing,
     fit_lines,
-    measured_seconds,
     plan_training,
     read_base,
 )
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
-from ....sana_core.training.states import clock, find_states, read_losses
+from ....sana_core.training.states import find_states, read_losses
 from ....sana_core.training.trainer import check_base, train
 from ..compat.internals import loaded_from, path_of
 from ..compat.patches import untrained
@@ -240,8 +238,7 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
             fit = describe_fit(settings, base, plan, memory)
             # The run starts even if it does not fit, because drivers may lend memory, and the plan can be wrong.
             (logger.info if plan.gpu_bytes <= memory else logger.warning)(fit)
-            seconds = measured_seconds(settings, base, device, newest_step(settings))
-            view.fit = f"; {fit}; {clock(seconds)} to {clock(SLOWEST * seconds)}"
+            view.fit = f"; {fit}"
         # ComfyUI runs nodes in inference mode, and its tensors have no gradients. The run creates all of its tensors.
         with torch.inference_mode(False), torch.enable_grad():
             file = train(settings, view.report, view.progress, poll, view.show)

@@ -36,7 +36,7 @@ class View:
     def __init__(self, node_id: str, losses: Sequence[float], steps: int) -> None:
         """`losses` are the losses of the steps before a resume, `steps` is the total."""
         self.node_id = node_id
-        # A text about GPU memory and time, which begins with a semicolon, or "".
+        # A text about GPU memory, which begins with a semicolon, or "".
         self.fit = ""
         self.stage, self.bar = "", comfy.utils.ProgressBar(1)
         self.eta = Eta()
