@@ -93,10 +93,10 @@ def ray_actors(workers: int) -> Iterator[Callable[[int, int], Iterator[Any]]]:
     """A context with a function (count, chunk) that generates on `workers` logical GPUs of this machine."""
     from ray.cluster_utils import Cluster
 
-    from sana_core.cluster.actors import ActorCache, ClusterRun
     from sana_core.cluster.batch import generate_with
     from sana_core.cluster.batch import make_job as cluster_job
     from sana_core.cluster.connection import ClusterSettings, connected
+    from sana_core.cluster.session import ActorCache, ClusterRun
 
     job = cluster_job(prepare(Workload(PROMPTS, ()), CHECKPOINT, SamplingSettings(128, 128)))
     cluster, cache = (

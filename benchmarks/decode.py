@@ -25,9 +25,9 @@ from decoders import f32c32, lite
 from benchmarks import ROOT
 from benchmarks.machine import description, last_line
 from sana_core.decode import DecodeOptions, decode_into
-from sana_core.decode.device_memory import process_bytes
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages
+from sana_core.decode.workspace import process_bytes
 
 # Seconds between two samples of the memory.
 SECONDS = 0.02

@@ -37,7 +37,7 @@ from sana_core.model.forward import prepare, velocity
 from sana_core.model.forward_inputs import Constants
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.model.layers import arrange_convolutions, join_projections
-from sana_core.runtime.step_recorder import Recorder as StepRecorder
+from sana_core.sampling.step_graph import Recorder as StepRecorder
 
 TOKENS = 300
 BF16 = torch.bfloat16
@@ -333,9 +333,9 @@ def plain_gate(depth: torch.nn.Module, maps: torch.Tensor) -> torch.Tensor:
 
 def kernels(recorder: Recorder) -> None:
     from sana_core.kernels import channels
+    from sana_core.kernels.channels import add_then_norm
     from sana_core.kernels.gated_depthwise import silu_depthwise_gate
     from sana_core.kernels.linear_attention import relu_attention
-    from sana_core.kernels.modulation import add_then_norm
     from sana_core.model import block
 
     def compare(label: str, fused: Callable[[], Any], plain: Callable[[], Any], moved: float) -> None:

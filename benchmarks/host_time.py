@@ -32,9 +32,8 @@ from in_process import Host
 from benchmarks.fake_triton import KERNELS
 from benchmarks.host_bound import BLOCKS, PIXELS, TOKENS, save_transformer
 from benchmarks.machine import host_speed, thread_seconds, write
-from sana_core.runtime.step_recorder import Recorder, Recording, Work
 from sana_core.sampling.guidance import denoiser
-from sana_core.sampling.step_graph import EAGER_CALLS, StepGraph
+from sana_core.sampling.step_graph import EAGER_CALLS, Recorder, Recording, StepGraph, Work
 
 GUIDANCE, SIGMA = 4.5, 0.5
 # Kernels whose launcher is replaced, by module of sana_core.kernels.

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
     """Return each kernel's launch at a transformer's width, and at the decoder's smallest and largest."""
-    from sana_core.kernels import channels, gated_depthwise, linear_attention, modulation
+    from sana_core.kernels import channels, gated_depthwise, linear_attention
 
     launches: list[Launch] = []
 
@@ -42,7 +42,7 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         launches.append(Launch(kernel, dtype, {name: values.get(name) for name in kernel.arg_names}, options))
 
-    modules = (channels, gated_depthwise, linear_attention, modulation)
+    modules = (channels, gated_depthwise, linear_attention, channels)
     plain = [module.launch for module in modules]
     try:
         for module in modules:
@@ -50,9 +50,9 @@ def recorded(width: int, dtype: torch.dtype) -> list[Launch]:
         with torch.device("meta"):
             hidden = torch.empty(2, 1024, width, dtype=dtype)
             table = torch.empty(2, 1, width, dtype=dtype)
-            modulation.add_gated(hidden, hidden, table)
+            channels.add_gated(hidden, hidden, table)
             for branch in ((None, None), (hidden, None), (hidden, table)):
-                modulation.add_then_norm(hidden, branch, table, table, 1e-6)
+                channels.add_then_norm(hidden, branch, table, table, 1e-6)
             linear_attention.relu_attention(hidden, hidden, hidden, width // 32, 1e-15)
             inner = 5 * width
             maps = torch.empty(2, 32, 32, inner, dtype=dtype)

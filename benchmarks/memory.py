@@ -13,7 +13,7 @@ import torch
 from transformers import Gemma2Config, Gemma2Model
 
 from benchmarks.machine import last_line, random_transformer, write
-from sana_core.decode.device_memory import PeakMemory
+from sana_core.decode.workspace import PeakMemory
 from sana_core.memory import INSTRUCTION_TOKENS, text_bytes, transformer_bytes
 from sana_core.model.known_models import MAX_TOKENS, Architecture
 from sana_core.sampling.guidance import denoiser

@@ -15,8 +15,7 @@ from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators
 from benchmarks.machine import write
 from sana_core.model.known_models import MAX_TOKENS, VIDEOS, VideoModel
 from sana_core.video import forward as video
-from sana_core.video.latents import video_shape
-from sana_core.video.memory import plan_video
+from sana_core.video.latents import plan_video, video_shape
 
 # Values that a fake tensor returns to the host: the length of the longest prompt, and whether no prompt is padded.
 SCALARS = {torch.bool: False, torch.int64: MAX_TOKENS, torch.float32: MAX_TOKENS, torch.bfloat16: MAX_TOKENS}

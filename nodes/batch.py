@@ -83,7 +83,7 @@ class SanaNodesBatchSampler(io.ComfyNode):
         chunk: int,
         vae=None,
     ) -> io.NodeOutput:
-        from .host.batch.inputs import BatchInputs
+        from .host.batch.job import BatchInputs
         from .host.batch.run import sample_batch
         from .host.links import check_links
         from .host.report import shown

@@ -73,7 +73,7 @@ def load_whole(
     """
     from ..sana_core.checkpoints import find_part, inspect_checkpoint
     from ..sana_core.checkpoints.generation import checkpoint_notes
-    from ..sana_core.video.load import check_vae
+    from ..sana_core.video.generate import check_vae
     from .host.loading.clip import load_clip
     from .host.loading.edit_clip import load_edit_clip
     from .host.loading.load_model import load_model

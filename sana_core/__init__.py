@@ -30,7 +30,7 @@ from .memory import plan_memory
 from .model.text import encode_prompts
 from .predict import predict_velocity
 from .video.generate import generate_video
-from .video.memory import plan_video
+from .video.latents import plan_video
 
 __all__ = [
     "CheckpointError",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .kernels.bands import divide_rows
+from .kernels.support import divide_rows
 from .model.known_models import HEAD_DIM, MAX_TOKENS, Architecture
 from .model.latents import CHANNELS
 

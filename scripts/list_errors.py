@@ -19,7 +19,7 @@ FILLED = "..."
 SECTIONS = {
     "Several GPUs and clusters": r"(split|cluster)/|model/(row_shards|sharded_ops)|nodes/host/.*(cluster|split)",
     "Training": r"training|commands/train|nodes/dataset",
-    "Command line and batches": r"sana_core/(batch/(?!best)|commands/)|(_files|video/files|_lock)\.py$",
+    "Command line and batches": r"sana_core/(batch/(?!best)|commands/)|(_files|_ranges|video/generate|_lock)\.py$",
     "Models and their files": r"/checkpoints/|/(scorer|best)\.py|host/(folders|file_s|.*/(preview|quantise|weights))",
     "Nodes, prompts and images": "",
 }

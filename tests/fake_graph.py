@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trees import leaves, mapped
 
-from sana_core.runtime.step_recorder import Recorder, Recording, Work
+from sana_core.sampling.step_graph import Recorder, Recording, Work
 
 
 def alias(leaf: Any) -> Any:

@@ -34,12 +34,11 @@ from ..runtime.accelerator import current_accelerator
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..runtime.device_team import DeviceThreads
-from ..runtime.step_recorder import recorder_for
 from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
 from ..sampling.masked import start_from_image
 from ..sampling.samplers import StepState, find_sampler
 from ..sampling.schedules import shift_sigmas
-from ..sampling.step_graph import StepGraph
+from ..sampling.step_graph import StepGraph, recorder_for
 from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, Workload, samples_one_by_one
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
 from ..runtime.limits import LIMITS
 from ..runtime.text import Json
-from .actors import ClusterRun
 from .connection import ClusterSettings
 from .fleet import ActorError, Fleet
-from .session import run_alone
+from .session import ClusterRun, run_alone
 
 
 def make_job(request: Request) -> Job:

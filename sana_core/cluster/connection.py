@@ -17,8 +17,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
 from ..runtime.limits import LIMITS
 from ..runtime.text import Json, brief
-from .background import call_in_thread
-from .timeouts import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT
+from .background import CLIENT_TIMEOUT, CONNECT_TIMEOUT, GPU_TIMEOUT, call_in_thread
 
 if TYPE_CHECKING:
     from ray.client_builder import ClientContext

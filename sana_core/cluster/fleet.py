@@ -17,10 +17,10 @@ from typing import Any
 
 from ..batch.progress import counted
 from ..errors import ClusterError
-from ..runtime.clock import WatchClock
+from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
-from .actors import ClusterRun
-from .timeouts import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
+from .background import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
+from .session import ClusterRun
 
 logger = get_logger(__name__)
 

@@ -1,8 +1,8 @@
-"""Runs on a Ray cluster from a long-lived process, such as a server.
+"""Runs on a Ray cluster, and what stays between them: actors with their loaded models, and weights that were sent.
 
-The process connects through Ray Client, so its driver is a process of the head. If that driver fails, this process only
-gets an error. Ray would end a driver in this process a minute after the head, or at once with this machine's raylet.
-When this process ends, the head ends its actors half a minute later.
+A long-lived process, such as a server, connects through Ray Client, so its driver is a process of the head. If that
+driver fails, this process only gets an error. Ray would end a driver in this process a minute after the head, or with
+this machine's raylet. When this process ends, the head ends its actors half a minute later.
 """
 
 from __future__ import annotations
@@ -10,25 +10,85 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from ..batch.progress import OnStatus, no_status
+from ..engine.body import pack
 from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.clock import WatchClock
+from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
-from .actors import ActorCache, ClusterRun, Work, put_weights
-from .background import LostError, call_in_thread, iterate_in_thread
+from .background import (
+    ACTOR_IDLE_TIMEOUT,
+    CALL_TIMEOUT,
+    POLL_INTERVAL,
+    PROBE_TIMEOUT,
+    LostError,
+    call_in_thread,
+    iterate_in_thread,
+)
 from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
-from .timeouts import ACTOR_IDLE_TIMEOUT, CALL_TIMEOUT, POLL_INTERVAL, PROBE_TIMEOUT
 
 if TYPE_CHECKING:
     from ray.client_builder import ClientContext
 
-logger = get_logger(__name__)
 T = TypeVar("T")
+
+
+@dataclass
+class ActorCache:
+    """Actors with the same loaded models."""
+
+    # Name of a weight of the transformer that differs from the file: Ray's reference to its value.
+    changed: Mapping[str, object] = field(default_factory=dict)
+    # The ActorWorker objects.
+    workers: list[Any] = field(default_factory=list)
+    # Name of each actor that was ever placed: its machine, as text.
+    machines: dict[str, str] = field(default_factory=dict)
+
+    def end(self, ray: ModuleType) -> None:
+        """Kill the actors."""
+        for worker in self.workers:
+            ray.kill(worker.handle)
+        self.workers = []
+
+
+class ClusterRun(NamedTuple):
+    """A run on a cluster. `cache` has the actors of earlier runs.
+
+    `poll` is called at least twice a second, and cancels by raising. `on_status` receives a text when the run waits.
+    """
+
+    ray: ModuleType
+    cluster: ClusterSettings
+    cache: ActorCache
+    poll: Poll = no_poll
+    on_status: OnStatus = no_status
+
+
+# Yields results in the order in which they finish.
+Work = Callable[[ClusterRun], Generator[T, None, None]]
+
+
+def put_weights(ray: ModuleType, changed: Mapping[str, torch.Tensor], poll: Poll = no_poll) -> ActorCache:
+    """Send the `changed` weights to the cluster. Returns a cache with them, without actors.
+
+    The weights are sent one by one, so that `poll` can cancel by raising.
+    """
+    from .actor import to_bytes
+
+    references = {}
+    for name, weight in changed.items():
+        poll()
+        references[name] = ray.put(to_bytes(pack(weight)))
+    return ActorCache(references)
+
+
+logger = get_logger(__name__)
 
 
 class Session:

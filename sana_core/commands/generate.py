@@ -15,8 +15,7 @@ from ..model.known_models import VIDEOS
 from ..runtime.atomic_files import check_free, make_folder, output_file
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import Json, get_logger, write_lines
-from ..video.files import check_writer, read_first, write_video
-from ..video.generate import generate_video
+from ..video.generate import check_writer, generate_video, read_first, write_video
 from ..video.latents import video_shape
 from .edit import edited, is_edit
 from .options import (

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
 from ..runtime.text import write_lines
-from ..video.memory import VideoPlan, plan_video
+from ..video.latents import VideoPlan, plan_video
 
 # the decoder of most models
 VAE = "dc-ae-f32c32"

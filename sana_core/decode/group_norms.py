@@ -26,8 +26,7 @@ from ..runtime.accelerator import is_out_of_memory, release_memory_of
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite
 from ..runtime.text import Json
-from .device_memory import PeakMemory
-from .workspace import chunks
+from .workspace import PeakMemory, chunks
 
 Module = Any  # A layer of diffusers or of ComfyUI. Their annotations do not include its layers.
 # Elements of the largest map of a strip that are tried, the preferred number first. Large strips fill a GPU. On a CPU,

@@ -16,8 +16,7 @@ from typing import Any
 from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.clock import WatchClock
-from ..runtime.limits import LIMITS, Limits
+from ..runtime.limits import LIMITS, Limits, WatchClock
 from ..runtime.text import Json, get_logger
 from .schedule import Schedule
 from .worker import Seat, Task, rebuild

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bands import CHANNELS, COLUMNS, divide_rows
-from .support import launch
+from .support import CHANNELS, COLUMNS, divide_rows, launch
 
 
 @triton.jit

@@ -65,7 +65,7 @@ def try_linear_attention(rows: torch.Tensor) -> None:
 
 
 def try_modulation(rows: torch.Tensor) -> None:
-    from .modulation import add_gated, add_then_norm
+    from .channels import add_gated, add_then_norm
 
     table = rows[:1, None]
     add_gated(rows[None], rows[None], table)

@@ -85,7 +85,7 @@ def add(hidden: torch.Tensor, branch: Branch | None, kernels: frozenset[str] = N
     if gate is None:
         return hidden + update
     if "modulation" in kernels:
-        from ..kernels.modulation import add_gated
+        from ..kernels.channels import add_gated
 
         return add_gated(hidden, update, gate)
     return torch.addcmul(hidden, gate, update)
@@ -104,7 +104,7 @@ def add_then_norm(
     `shift` and `scale` are [B, 1, D].
     """
     if "modulation" in kernels:
-        from ..kernels.modulation import add_then_norm
+        from ..kernels.channels import add_then_norm
 
         return add_then_norm(hidden, branch or (None, None), shift, scale, norm.eps)
     hidden = add(hidden, branch)

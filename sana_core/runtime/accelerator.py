@@ -83,7 +83,7 @@ DEVICE_FAILED = re.compile(
         )
     )
 )
-# Held while cached memory is freed, or the kernels of a step are recorded (step_recorder.py), by one thread at a time.
+# Held while cached memory is freed, or the kernels of a step are recorded (step_graph.py), by one thread at a time.
 ALLOCATOR = threading.RLock()
 # RDNA 2 and older
 AMD_WITHOUT_BF16 = ("gfx103", "gfx101", "gfx906", "gfx900", "gfx803")

@@ -32,8 +32,7 @@ from .accelerator import (
     synchronize,
 )
 from .cancellation import Poll, no_poll
-from .clock import WatchClock
-from .limits import LIMITS
+from .limits import LIMITS, WatchClock
 
 CPU = torch.device("cpu")
 # Seconds between two polls.

@@ -21,8 +21,8 @@ from ..checkpoints.keys import ROWS
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text
+from ..runtime.file_ranges import read_user_file
 from ..runtime.text import Json
-from ..runtime.user_files import read_user_file
 from ..sampling.guidance import LARGEST_GUIDANCE
 from ..sampling.schedules import LARGEST_STEPS
 from .images import LARGEST_RESOLUTION

@@ -1,9 +1,14 @@
-"""From a prompt, and perhaps an image, to a video in one call, without a host."""
+"""From a prompt, and perhaps an image, to a video in one call, without a host, and to an MP4 file.
+
+ComfyUI's library (PyAV) writes the file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,22 +17,71 @@ from ..batch.plan import LARGEST_SEED
 from ..checkpoints import find_part, follow, inspect_checkpoint, load_text_encoder, load_video_transformer
 from ..checkpoints.checkpoint import Source
 from ..checkpoints.generation import shift_of
-from ..checkpoints.load import config_of
-from ..errors import InputError
+from ..checkpoints.load import build_module, config_of, load_part
+from ..errors import CheckpointError, InputError, VersionError
 from ..model.forward_inputs import Constants
 from ..model.known_models import VIDEOS, Defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts, with_motion
+from ..runtime.atomic_files import output_file
 from ..runtime.checks import check_finite, check_name, check_text, check_whole
+from ..runtime.file_ranges import FileRange, read_range
+from ..runtime.image_files import levels
 from ..sampling.guidance import choose_sampling
 from ..sampling.samplers import find_sampler
+from ..training.images import decode_image
 from . import forward as video
 from .latents import check_first, video_shape
-from .load import check_parts, load_video_autoencoder
 
 if TYPE_CHECKING:
+    from ..checkpoints import Checkpoint
     from .forward import VideoTransformer
+
+
+def check_parts(info: Checkpoint, transformer: Checkpoint) -> None:
+    """Raise CheckpointError unless the VAE and the text encoder of `info` fit `transformer`. Only headers are read."""
+    vae, text = find_video_autoencoder(info), find_part(info, "text_encoder")
+    check_vae(vae, transformer)
+    width = text.headers["embed_tokens.weight"].shape[1]
+    expected_width = transformer.headers["caption_projection.linear_1.weight"].shape[1]
+    if width != expected_width:
+        raise CheckpointError(
+            f"{text.name}: got embeddings of {width} channels, expected {expected_width}; download the folder again"
+        )
+    build_module(vae)
+
+
+def check_vae(vae: Checkpoint, transformer: Checkpoint) -> None:
+    """Raise CheckpointError unless the video VAE `vae` decodes the latents of `transformer`."""
+    expected = VIDEOS[transformer.variant].vae
+    if vae.variant != expected:
+        raise CheckpointError(f"{vae.name}: got the VAE {vae.variant}, expected {expected}; download the folder again")
+
+
+def load_video_autoencoder(
+    info: Checkpoint, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return the video VAE in `info`, and the mean and the standard deviation [C, 1, 1, 1] of its latents.
+
+    The transformer generates normalised latents, so these have to be undone before a decode.
+
+    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it, and as
+    `load_part` does.
+    """
+    part = find_video_autoencoder(info)
+    module: Any = load_part(part, torch.float32)
+    values = module.config if part.variant == "wan-2.1" else dict(module.named_buffers())
+    mean, std = (torch.as_tensor(values[f"latents_{name}"]).view(-1, 1, 1, 1).to(device) for name in ("mean", "std"))
+    return module.to(device, dtype), mean, std
+
+
+def find_video_autoencoder(info: Checkpoint) -> Checkpoint:
+    """Return the video VAE in `info`. Raises CheckpointError unless diffusers' configuration is beside it."""
+    part = find_part(info, "video_autoencoder")
+    if part.layout != "diffusers" or part.config is None:
+        raise CheckpointError(f"{part.name}: got a VAE without diffusers' configuration; use the diffusers folder")
+    return part
 
 
 @torch.no_grad()
@@ -142,3 +196,47 @@ def sample(
 
     sigmas = sampler.sigmas(how.steps, shift, rules)
     return hold(sampler.sample(denoise, noise, sigmas, **sampler.options(rules, more_noise or iter(()))))
+
+
+def check_writer(path: Path) -> None:
+    """Raise InputError for a name that is not an MP4 file's, and VersionError where PyAV is not installed."""
+    if path.suffix.lower() != ".mp4":
+        raise InputError(f"out: got {path.name!r:.60} with --frames, expected a file like clip.mp4; name one")
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        raise VersionError("requirements: an MP4 file needs PyAV; pip install av") from None
+
+
+def write_video(path: Path, video: torch.Tensor, replace: bool = False, rate: int = 16) -> None:
+    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at `rate` frames a second.
+
+    Raises ExistingFileError and OutputError as `output_file` does.
+    """
+    import av
+
+    # PyAV writes into memory. It would take a path such as "http:/clip.mp4" for an address, and it hides the errors of
+    # the disk. The file is far smaller than `video`.
+    encoded = BytesIO()
+    with av.open(encoded, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = video.shape[3], video.shape[2], "yuv420p"
+        for frame in video.unbind(1):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(levels(frame), format="rgb24")))
+        container.mux(stream.encode())
+    with output_file(path, replace) as part:
+        part.write_bytes(encoded.getbuffer())
+
+
+def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
+    """Return the image at `path` scaled and cut to `size`, (width, height), as [3, H, W] in [-1, 1].
+
+    The file is read as training reads the images of a data set. Raises InputError, MissingFileError and ReadError.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    name = f"first: {str(path):.240}"
+    image = decode_image(read_range(FileRange(path), name), name)
+    fitted = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).movedim(-1, 0) / 127.5 - 1

@@ -9,8 +9,8 @@ import pytest
 from fake_ray import A, B, C, D, FakeRay, generate, works
 
 from sana_core.batch.plan import FailedImage
-from sana_core.cluster.actors import ActorCache
-from sana_core.cluster.timeouts import ACTOR_TIMEOUT
+from sana_core.cluster.background import ACTOR_TIMEOUT
+from sana_core.cluster.session import ActorCache
 from sana_core.errors import ClusterError
 
 FOUR = {A: 2, B: 2}

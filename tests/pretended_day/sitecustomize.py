@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from sana_core.batch import pipeline  # noqa: E402
 from sana_core.kernels import trial  # noqa: E402
-from sana_core.runtime.step_recorder import Recorder, Recording  # noqa: E402
+from sana_core.sampling.step_graph import Recorder, Recording  # noqa: E402
 
 if INTERPRETED:
     import interpreted

@@ -13,10 +13,9 @@ import torch
 from diffusers import SanaControlNetModel
 from kernel_numbers import ALL, narrow_transformer, noise
 
-from sana_core.kernels.channels import add_bias, rms_norm
+from sana_core.kernels.channels import add_bias, add_gated, add_then_norm, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
-from sana_core.kernels.modulation import add_gated, add_then_norm
 from sana_core.model import forward
 from sana_core.model.controlnet import control_residuals
 from sana_core.model.forward import prepare, shard_velocity, velocity

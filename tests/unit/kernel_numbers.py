@@ -12,11 +12,10 @@ from diffusers import SanaTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 
 from sana_core.decode import attention, fused, streaming, workspace
-from sana_core.kernels import bands, trial
-from sana_core.kernels.channels import add_bias, rms_norm
+from sana_core.kernels import support, trial
+from sana_core.kernels.channels import add_bias, add_gated, add_then_norm, rms_norm
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
-from sana_core.kernels.modulation import add_gated, add_then_norm
 from sana_core.model import block, forward, layers
 from sana_core.runtime.accelerator import current_accelerator
 
@@ -147,7 +146,7 @@ def test_a_picture_s_attention_does_not_depend_on_its_batch(dtype):
     "edges", [(1, 1), *(pytest.param(sides, marks=pytest.mark.slow) for sides in ((0, 0), (0, 1), (1, 0)))]
 )
 def test_gated_depthwise(dtype, shape, programs, edges, monkeypatch):
-    monkeypatch.setattr(bands, "PROGRAMS", programs)
+    monkeypatch.setattr(support, "PROGRAMS", programs)
     x = noise(shape[0], shape[1] + sum(edges), *shape[2:]).to(dtype)
     weight, bias = noise(shape[3], 1, 3, 3, seed=1).to(dtype), noise(shape[3], seed=2).to(dtype)
 

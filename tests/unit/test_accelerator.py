@@ -15,7 +15,7 @@ from decoders import f32c32
 
 from sana_core import errors
 from sana_core.commands import options
-from sana_core.decode import decode_latents, device_memory, run
+from sana_core.decode import decode_latents, run, workspace
 from sana_core.runtime import accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +245,7 @@ def apple(monkeypatch):
 
 
 def test_the_peak_on_apples_gpu_is_what_was_seen_of_it(apple):
-    with device_memory.PeakMemory(torch.device("mps")) as peak:
+    with workspace.PeakMemory(torch.device("mps")) as peak:
         apple[0] = 400
         time.sleep(0.1)
         apple[0] = 200
@@ -265,7 +265,7 @@ def test_apples_gpu_is_waited_for(monkeypatch):
 @pytest.mark.parametrize("kind, measured", [("mps", True), ("privateuseone", False)])
 def test_a_decode_ends_on_accelerators_that_count_less(apple, kind, measured, monkeypatch):
     """The CPU decodes and counts here. torch has no counters for the second kind."""
-    monkeypatch.setattr(run, "PeakMemory", lambda device: device_memory.PeakMemory(torch.device(kind)))
+    monkeypatch.setattr(run, "PeakMemory", lambda device: workspace.PeakMemory(torch.device(kind)))
     report = {}
     pixels = decode_latents(f32c32(8), torch.zeros(1, 32, 4, 4), report=report)
     assert pixels.shape == (1, 3, 128, 128)
@@ -277,12 +277,12 @@ def test_what_is_free_on_a_device_is_what_torch_has_reserved_and_does_not_use_to
 
 
 def test_the_peak_on_a_device_is_what_was_allocated_at_once_since_the_start(counted):
-    with device_memory.PeakMemory(torch.device("cuda:1")) as peak:
+    with workspace.PeakMemory(torch.device("cuda:1")) as peak:
         counted.allocate(150)
         counted.allocate(-100)
         counted.allocate(20)
     assert peak.bytes == 150 and counted.devices == {torch.device("cuda:1")}
-    with device_memory.PeakMemory(torch.device("cuda:1")) as peak:
+    with workspace.PeakMemory(torch.device("cuda:1")) as peak:
         counted.allocate(-50)
     assert peak.bytes == 0
 
@@ -291,7 +291,7 @@ def test_the_peak_on_a_device_is_what_was_allocated_at_once_since_the_start(coun
 PEAK = """
 import time
 import torch
-from sana_core.decode.device_memory import PeakMemory
+from sana_core.decode.workspace import PeakMemory
 size = 400_000_000
 with PeakMemory(torch.device("cpu")) as peak:
     held = torch.ones(size, dtype=torch.uint8)

@@ -297,7 +297,7 @@ def test_tiles_have_the_right_size_everywhere(bundled, tile, overlap, height, wi
 
 
 def test_no_tile_is_smaller_than_the_others():
-    from sana_core.decode.blended_tiles import ramps, tile_starts
+    from sana_core.decode.run import ramps, tile_starts
 
     for length in range(1, 60):
         for tile, overlap in ((16, 2), (7, 3), (4, 0)):

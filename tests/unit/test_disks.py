@@ -171,7 +171,7 @@ def write_videos_on_disks_of_all_sizes():
     import torch
 
     from sana_core.errors import OutputError
-    from sana_core.video.files import write_video
+    from sana_core.video.generate import write_video
 
     mount("out", "size=800k")
     video = torch.rand(3, 17, 128, 192) * 2 - 1

@@ -25,7 +25,7 @@ from sana_core.checkpoints.headers import read_header
 from sana_core.doctor import Report, examine, files, machine
 from sana_core.doctor.files import check_files, describe_loras
 from sana_core.doctor.machine import check_versions, describe_devices
-from sana_core.doctor.privacy import without_places
+from sana_core.doctor.report import without_places
 from sana_core.kernels import trial
 from sana_core.runtime.atomic_files import digest_file
 

@@ -21,7 +21,7 @@ from sana_core.engine.local import make_job
 from sana_core.engine.loop import Run
 from sana_core.engine.thread import ThreadWorker
 from sana_core.errors import ClusterError
-from sana_core.runtime.clock import WatchClock
+from sana_core.runtime.limits import WatchClock
 
 TEXTS = {"a": "text", None: "negative"}
 

@@ -28,7 +28,7 @@ from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.lora import merge_loras, read_whole
 from sana_core.training.dataset import read_dataset
 from sana_core.training.settings import read_settings
-from sana_core.video.files import read_first
+from sana_core.video.generate import read_first
 
 NAMES = 500
 # Characters of an error with the names of a file and of its folder, whose bytes are escaped.

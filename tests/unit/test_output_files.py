@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sana_core.errors import ExistingFileError, OutputError
 from sana_core.runtime import atomic_files
 from sana_core.runtime.atomic_files import check_free, output_file
-from sana_core.video.files import write_video
+from sana_core.video.generate import write_video
 
 PARTS = ".sana-*.part"
 DEADLINE = 60  # seconds

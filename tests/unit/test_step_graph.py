@@ -19,12 +19,12 @@ from sana_core.batch.pipeline import Conditioning, Models, ResolvedSettings, loa
 from sana_core.batch.plan import ImageInputs, ImageSpec
 from sana_core.checkpoints import inspect_checkpoint
 from sana_core.model.known_models import SPRINT
-from sana_core.runtime import accelerator, step_recorder
-from sana_core.runtime.step_recorder import Recorder, Recording, recorder_for
+from sana_core.runtime import accelerator
+from sana_core.sampling import step_graph
 from sana_core.sampling.guidance import ShardedModel, denoiser
 from sana_core.sampling.masked import InitImage
 from sana_core.sampling.samplers import SAMPLERS
-from sana_core.sampling.step_graph import EAGER_CALLS, StepGraph
+from sana_core.sampling.step_graph import EAGER_CALLS, Recorder, Recording, StepGraph, recorder_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -569,9 +569,9 @@ def driver(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", note("end pool"), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", note("release pool"), raising=False)
-    step_recorder.side_stream.cache_clear()
+    step_graph.side_stream.cache_clear()
     yield state
-    step_recorder.side_stream.cache_clear()
+    step_graph.side_stream.cache_clear()
 
 
 def recorder_with_work(driver):
@@ -621,7 +621,7 @@ def test_a_recording_that_fails_leaves_the_allocator_as_it_was(driver, name):
 def test_the_host_is_the_limit_if_the_device_does_not_take_longer(driver, monkeypatch, elapsed, ended, expected):
     recorder, work = recorder_with_work(driver)
     clock = iter((1.0, 1.005))
-    monkeypatch.setattr(step_recorder.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(step_graph.time, "perf_counter", lambda: next(clock))
     driver.elapsed, driver.ended = elapsed, ended
     assert recorder.run(work).item() == 1
     assert driver.calls == ["event", "work on default", "event"]

@@ -17,8 +17,7 @@ from sana_core.errors import InputError, ReadError
 from sana_core.model.known_models import VIDEOS
 from sana_core.training.images import decode_image, fit_image
 from sana_core.video import generate
-from sana_core.video.files import read_first, write_video
-from sana_core.video.generate import generate_video
+from sana_core.video.generate import generate_video, read_first, write_video
 from sana_core.video.latents import video_shape
 
 PROMPT, NEGATIVE, SIDE, FRAMES = "A red circle rolls away. motion score: 30.", "a chaotic sequence", 64, 9

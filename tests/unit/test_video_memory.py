@@ -5,7 +5,7 @@ import torch._dynamo
 
 from benchmarks.video import count
 from sana_core.model.known_models import VIDEOS
-from sana_core.video.memory import plan_video
+from sana_core.video.latents import plan_video
 
 
 @pytest.mark.parametrize("name", VIDEOS)

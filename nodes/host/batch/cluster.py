@@ -20,10 +20,9 @@ from ....sana_core.batch.plan import FailedImage, Generated, ImageSpec, Workload
 from ....sana_core.batch.progress import Progress, WorkerReport
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.fingerprint import fingerprint
-from ....sana_core.cluster.actors import ClusterRun
 from ....sana_core.cluster.batch import generate_with
 from ....sana_core.cluster.connection import ClusterSettings
-from ....sana_core.cluster.session import Session
+from ....sana_core.cluster.session import ClusterRun, Session
 from ....sana_core.errors import InputError
 from ..folders import configured_cluster
 from ..report import Notes, progress_under_running_node, status_under_running_node
@@ -31,7 +30,7 @@ from .job import CLUSTER, changed_weights, describe_job, encode_batch_hints
 from .results import Results, Row
 
 if TYPE_CHECKING:
-    from .inputs import BatchInputs
+    from .job import BatchInputs
 
 # The attribute of the PromptServer that has the session.
 SESSION = "sana_cluster_session"

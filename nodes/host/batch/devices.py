@@ -38,7 +38,7 @@ from ..sampling.sampler import Sampling, sample
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from .inputs import BatchInputs
+    from .job import BatchInputs
 
 logger = get_logger(__name__)
 

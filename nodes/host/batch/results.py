@@ -18,7 +18,7 @@ from ....sana_core.runtime.text import get_logger
 
 if TYPE_CHECKING:
     from ..report import Notes
-    from .inputs import BatchInputs
+    from .job import BatchInputs
 
 logger = get_logger(__name__)
 

@@ -32,8 +32,7 @@ from ..sampling.core_nodes import unfit
 from ..sampling.sampler import SEED
 from .cluster import sample_on_cluster
 from .devices import CanvasBody, clear_device, find_devices, with_controls
-from .inputs import BatchInputs, check_batch
-from .job import PROCESS, describe_job, encode_batch_hints, packed_weights
+from .job import PROCESS, BatchInputs, check_batch, describe_job, encode_batch_hints, packed_weights
 from .results import Results, Row
 
 # Pixels for the text behind the longest bar.

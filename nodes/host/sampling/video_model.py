@@ -19,8 +19,7 @@ from ....sana_core.model.latents import LARGEST_BATCH
 from ....sana_core.model.reference import model_timestep
 from ....sana_core.runtime.checks import check_whole
 from ....sana_core.video.forward import velocity
-from ....sana_core.video.latents import check_first, video_shape
-from ....sana_core.video.memory import token_bytes
+from ....sana_core.video.latents import check_first, token_bytes, video_shape
 from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..loading.weights import config_tensor
 from .guidance import require_sana
