@@ -283,7 +283,7 @@ def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.I
 
 
 def checked(node: type[io.ComfyNode], values: dict) -> dict:
-    """Return the `values` of widgets, with whole numbers as int. Raises InputError for the first wrong one.
+    """Return the `values` of widgets, with whole numbers as int.
 
     ComfyUI checks what a user enters. It does not check a value that comes over a link.
     """

@@ -104,7 +104,7 @@ def generate_best(
 
 
 def find_settings(options: Json) -> SamplingSettings:
-    """Return the fields of SamplingSettings among `options`. Raises InputError for a name that is no option."""
+    """Return the fields of SamplingSettings among `options`."""
     for name in options:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, 1, 0.0)[0]
@@ -113,7 +113,7 @@ def find_settings(options: Json) -> SamplingSettings:
 
 
 def find_best_of(options: Json, count: int) -> Best | None:
-    """Return the options of best of N, or None without them. Raises InputError for options that exclude each other."""
+    """Return the options of best of N, or None without them."""
     if options.get("best") is not None:
         refuse_inputs(options, "best")
     return find_best(options.get("best"), options.get("of"), options.get("scorer"), count)
@@ -135,7 +135,7 @@ def make_request(
     devices: Sequence[str | torch.device] | None,
     options: Json,
 ) -> Request:
-    """Return the checked request. Raises InputError if inputs do not fit the model, the settings or each other."""
+    """Return the checked request."""
     texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
     embeds = Embeds(*map(options.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
@@ -163,10 +163,7 @@ def make_request(
 
 
 def collect(backend: Backend, request: Request) -> torch.Tensor:
-    """Return the images of `request` [N, 3, H, W], in its order.
-
-    Raises FailedImagesError after all other images are generated.
-    """
+    """Return the images of `request` [N, 3, H, W], in its order."""
     images = torch.empty(0)
     count, settings = len(request.workload.images), request.settings
     failed: dict[int, str] = {}

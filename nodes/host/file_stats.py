@@ -104,7 +104,7 @@ class Reloader:
         self.before = file_stat(lambda: path)
 
     def check(self) -> str:
-        """Return the fingerprint of the files. Raises CheckpointError if they have changed."""
+        """Return the fingerprint of the files."""
         if file_stat(lambda: self.path) != self.before:
             raise CheckpointError(
                 f"{shown(self.path)}: the file has changed since it was loaded, and a second copy of the model is "

@@ -111,7 +111,7 @@ def list_files(kind: str) -> list[str]:
 def find_file(kind: str, name: str, field: str) -> Path:
     """Return the path of an entry of `list_files`.
 
-    Raises InputError or MissingFileError for any other name. The error begins with `field`, the input of the node.
+    The error begins with `field`, the input of the node.
     """
     if isinstance(name, str) and name in BUNDLED.get(kind, ()):
         return BUNDLED[kind][name]
@@ -178,10 +178,7 @@ def list_models() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the path of an entry of `list_models`.
-
-    Raises MissingFileError for a released folder that does not exist, and InputError for any other name.
-    """
+    """Return the path of an entry of `list_models`."""
     folders = find_folders("diffusers") | MODELS
     listed = listed_name(name, [*folders, *list_files("checkpoints")])
     if listed is None:
@@ -212,7 +209,7 @@ def scorer_paths() -> list[Path]:
 
 
 def scorer_path(name: str) -> Path:
-    """Return the path of an entry of `list_scorers`. Raises InputError for any other name."""
+    """Return the path of an entry of `list_scorers`."""
     folders = find_folders("clip_vision") | BUNDLED["clip_vision"]
     listed = listed_name(name, folders)
     if listed is None:
@@ -235,7 +232,7 @@ def dataset_paths() -> list[Path]:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the path of an entry of `list_datasets`. Raises InputError for any other name."""
+    """Return the path of an entry of `list_datasets`."""
     if isinstance(name, str) and name in DATASETS:
         return DATASETS[name]
     if name not in folder_paths.get_input_subfolders():
@@ -246,7 +243,7 @@ def dataset_path(name: str) -> Path:
 
 
 def run_path(name: str) -> Path:
-    """Return the folder of the training run `name`. Raises InputError unless `name` is a plain folder name."""
+    """Return the folder of the training run `name`."""
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise InputError(
             f"name: got {name!r:.60}, expected a folder's name of at most 50 characters; use letters, digits, - and _"
@@ -299,7 +296,6 @@ def configured_cluster() -> ClusterSettings | None:
     process together with the cluster.
 
     The folder is private: HTTP does not reach it. If the file is broken, only the log contains its path and the reason.
-    Raises InputError without them.
     """
     file = Path(folder_paths.get_system_user_directory("sana")) / "cluster.json"
     try:
@@ -314,7 +310,7 @@ def configured_cluster() -> ClusterSettings | None:
 
 
 def cluster_in(document: object) -> ClusterSettings:
-    """Parse the content of cluster.json. Raises InputError for anything that docs/cluster.md does not describe."""
+    """Parse the content of cluster.json."""
     match document:
         case {"address": str(address), **options} if CLUSTER_ADDRESS.fullmatch(address):
             match {"gpus": None, "gpus_per_worker": 1, "resources": {}, **options}:

@@ -138,7 +138,7 @@ class Workers:
         """Choose a plan for each worker, and return the largest one.
 
         Without `max_bytes`, each plan fits the free memory of its device. Devices without room for the smallest plan
-        are left out, unless all are. Raises InputError for a `max_bytes` that is too small.
+        are left out, unless all are.
         """
         floor = planner.floor().peak_bytes
         if max_bytes is None:

@@ -404,7 +404,7 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
 def choose_plan(steps: list[Step], latents: torch.Tensor, max_bytes: float, ram_bytes: float) -> NormPlan:
     """Return the fastest plan for `latents` within `max_bytes` of their device and `ram_bytes` of RAM.
 
-    Maps stay on the device as far as they fit. Raises InputError if no plan fits.
+    Maps stay on the device as far as they fit.
     """
     is_cpu, shape = latents.device.type == "cpu", (latents.shape[1], latents.shape[2], latents.shape[3])
     outputs = list(outputs_of(steps, *shape[1:]))
@@ -446,10 +446,9 @@ def decode_normed(
 ) -> torch.Tensor:
     """Return the images [B, 3, 8 h, 8 w] of `latents` [B, C, h, w] by the decoder of an AutoencoderKL, on the CPU.
 
-    They equal `decoder(latents)` within rounding. `max_bytes` bounds the memory of their device beyond the weights
-    and the latents, and `ram_bytes` the maps in RAM. `progress` receives the computed part and the total of the work.
-    `report` receives the plan, time and memory. Raises InputError for NaN, for another kind of decoder, and if no plan
-    fits.
+    They equal `decoder(latents)` within rounding. `max_bytes` bounds the memory of their device beyond the weights and
+    the latents, and `ram_bytes` the maps in RAM. `progress` receives the computed part and the total of the work.
+    `report` receives the plan, time and memory.
     """
     check_finite("samples", latents)
     steps = decoder_steps(decoder)

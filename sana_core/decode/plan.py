@@ -287,7 +287,7 @@ class Planner:
         self.height, self.width = height * stages.scale, width * stages.scale
 
     def strips(self, max_bytes: float) -> Plan:
-        """Return the fastest plan in strips within `max_bytes`. Raises InputError if there is none."""
+        """Return the fastest plan in strips within `max_bytes`."""
         plan = self.fitting(max_bytes)
         if plan is None:
             floor = self.floor().peak_bytes
@@ -363,7 +363,7 @@ class Planner:
         )
 
     def whole(self) -> Plan:
-        """Return the undivided plan. Raises InputError if one of its tensors has LARGEST_TENSOR elements or more."""
+        """Return the undivided plan."""
         demand = whole_demand(self.stages, self.height, self.width, self.dtype, self.accelerator)
         if demand.largest >= LARGEST_TENSOR:
             raise InputError(

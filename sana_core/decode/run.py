@@ -232,7 +232,7 @@ def planned_rows(
 
 
 def choose(planner: Planner, method: str, budget: float, tiles: Tiles) -> Plan:
-    """Return the plan for `method` within `budget` bytes. Raises InputError if the tiles' sizes are impossible."""
+    """Return the plan for `method` within `budget` bytes."""
     if method == "whole":
         return planner.whole()
     if method == "tiles":

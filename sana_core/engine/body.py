@@ -211,11 +211,7 @@ class Body:
             self.post("alive")
 
     def begin(self, payload: Json) -> bool:
-        """Look at the job. Returns whether its changed weights must be sent before `load`.
-
-        Raises CheckpointError if a file of this machine differs from the job's, MissingFileError if the shared folder
-        is missing, and OutputError if it cannot be written.
-        """
+        """Look at the job. Returns whether its changed weights must be sent before `load`."""
         self.job = job = unpack_job(payload)
         set_switches(job.switches)
         if job.shared is not None:
@@ -393,7 +389,7 @@ class Body:
     def content(
         self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | FailedImage | None
     ) -> Any:
-        """Return one image in the format of the job. Raises OutputError if it cannot be written."""
+        """Return one image in the format of the job."""
         job = self.job
         if isinstance(pixels, FailedImage):
             return {"failed": pixels.reason}

@@ -36,9 +36,6 @@ def generate_local(
     A single device works in a thread of this process, and each of several in a process of its own. With `described`,
     the settings of `describe_settings`, an image of such a process is its PNG file. Closing the iterator stops
     all devices within a step. `report` shows which worker generates how many images.
-
-    Raises CheckpointError, MissingFileError or ReadError for a checkpoint that cannot be loaded, and InputError if all
-    images fail.
     """
     workload, _, settings, devices = request
     if len(devices) > 1 and inspect_checkpoint(request.checkpoint.path) != request.checkpoint:

@@ -455,7 +455,7 @@ def model_defaults(config: TransformerConfig, begins_with_image: bool = False) -
 
 
 def read_size(size: object) -> int:
-    """Return the resolution that `size` names. Raises InputError for a size that is not in SIZES."""
+    """Return the resolution that `size` names."""
     name = OTHER_SIZES.get(size, size) if isinstance(size, str) else None
     if name not in SIZES:
         raise InputError(f"size: got {size!r:.40}, expected one of {', '.join(SIZES)}")
@@ -463,10 +463,7 @@ def read_size(size: object) -> int:
 
 
 def image_size(resolution: int, ratio: object) -> tuple[int, int]:
-    """Return (width, height) of the trained shape `ratio`, a key of RATIOS or of SHAPES, at `resolution` pixels.
-
-    Raises InputError for another ratio.
-    """
+    """Return (width, height) of the trained shape `ratio`, a key of RATIOS or of SHAPES, at `resolution` pixels."""
     key = RATIOS.get(ratio) or OTHER_RATIOS.get(ratio, ratio) if isinstance(ratio, str) else None
     if key not in SHAPES:
         raise InputError(f"ratio: got {ratio!r:.40}, expected one of {', '.join(RATIOS)}")

@@ -56,8 +56,7 @@ class Shard(NamedTuple):
 def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpec]:
     """Divide a step among members with these `speeds`. Returns the part of each member.
 
-    The step has `parts` equal parts, and its latents have `rows` rows. Raises InputError if a group has more members
-    than rows.
+    The step has `parts` equal parts, and its latents have `rows` rows.
     """
     groups, specs = find_groups(parts, speeds), []
     size = len(speeds) // groups
@@ -68,10 +67,7 @@ def shard_specs(parts: int, speeds: Sequence[float], rows: int) -> list[ShardSpe
 
 
 def split_rows(rows: int, speeds: Sequence[float]) -> list[slice]:
-    """Return the rows of each device, in proportion to `speeds`, at least one each.
-
-    Raises InputError for more devices than rows.
-    """
+    """Return the rows of each device, in proportion to `speeds`, at least one each."""
     check_rows(rows, len(speeds))
     total, spans, top, passed = sum(speeds), [], 0, 0.0
     for index, speed in enumerate(speeds):

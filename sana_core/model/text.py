@@ -124,7 +124,7 @@ class TokenizedPrompt(NamedTuple):
 def with_motion(prompt: str, score: int) -> str:
     """Return `prompt` with the end that NVIDIA's script gives to prompts of videos, as " motion score: 10.".
 
-    A prompt that has a score keeps it. `score` is 0 to 100; 0: no score. Raises InputError for other numbers.
+    A prompt that has a score keeps it. `score` is 0 to 100; 0: no score.
     """
     check_whole("motion_score", score, 0, MOST_MOTION)
     has_score = "motion score:" in prompt.lower()
@@ -142,8 +142,7 @@ def read_prompt(
 
     `encode` converts text to token ids, BOS first. diffusers strips every prompt and converts it to lower case.
     NVIDIA's code strips a prompt after the instruction, and cuts it at a mark such as --ar 16:9. It does not change a
-    prompt without the instruction, such as a negative prompt. Tokens beyond `max_tokens`, BOS included, are cut. Raises
-    InputError for characters that cannot be encoded.
+    prompt without the instruction, such as a negative prompt. Tokens beyond `max_tokens`, BOS included, are cut.
     """
     check_text("text", prompt)
     notes = []
@@ -179,7 +178,7 @@ def tokenize(
     """Return token ids and mask, both int64 [B, L], padded on the right. A prompt that is cut causes a warning.
 
     Without the instruction, L is `max_tokens`. With it, L is `max_tokens` - 2 plus the instruction's tokens, BOS
-    included. Raises InputError for characters that cannot be encoded.
+    included.
     """
     readings = [read_prompt(tokenizer.encode, prompt, instruction, max_tokens, reference) for prompt in prompts]
     for prompt, reading in zip(prompts, readings, strict=True):

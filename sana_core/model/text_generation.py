@@ -27,8 +27,7 @@ def read_request(tokenizer: Tokenizer, text: str, template: bool = True, system:
     """Return the token ids, BOS first, of a request. Gemma 2 writes its answer after them.
 
     With `template`, `text` becomes the user's turn of a conversation, unless it has turn tokens already. `system` is an
-    instruction. Gemma 2 has no system turn, so `system` begins the user's turn. Raises InputError for characters that
-    cannot be encoded, and for `system` without the template.
+    instruction. Gemma 2 has no system turn, so `system` begins the user's turn.
     """
     check_text("text", text)
     check_text("system_prompt", system)
@@ -90,8 +89,7 @@ def write_tokens(
     """Generate at most `length` token ids after `ids`. Returns them without the final id, which is one of `stop`.
 
     `choose` selects an id from its logits [V], float32 on the CPU, and the ids written so far. `report` is called for
-    each id, and cancels by raising. Generation also ends at the model's last position. Raises InputError if `ids` fill
-    all positions, and VersionError for transformers before 4.56.
+    each id, and cancels by raising. Generation also ends at the model's last position.
     """
     from transformers import DynamicCache, __version__
 

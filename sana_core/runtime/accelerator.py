@@ -145,10 +145,7 @@ def current_accelerator() -> torch.device | None:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device with this name. If `name` is empty, return this machine's accelerator or else its CPU.
-
-    Raises InputError for a device that this machine or torch does not have.
-    """
+    """Return the device with this name. If `name` is empty, return this machine's accelerator or else its CPU."""
     accelerator = current_accelerator()
     if not name:
         return accelerator or torch.device("cpu")

@@ -26,10 +26,7 @@ class FileRange(NamedTuple):
 
 @contextmanager
 def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> Iterator[tuple[IO[bytes], int]]:
-    """Open the bytes at `place`. Yields a stream and the number of bytes. Errors call the file `name`.
-
-    Raises InputError if it is no regular file or has more than `largest` bytes.
-    """
+    """Open the bytes at `place`. Yields a stream and the number of bytes. Errors call the file `name`."""
     from PIL.ContainerIO import ContainerIO
 
     try:
@@ -64,8 +61,7 @@ def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> byte
 def read_user_file(field: str, file: Path, expected: str, max_bytes: int = -1) -> bytes:
     """Return the content of `file`, or its first `max_bytes` bytes.
 
-    Errors begin with `field` and contain `expected`, a description of a right file. Raises MissingFileError, and
-    ReadError for anything but a readable file.
+    Errors begin with `field` and contain `expected`, a description of a right file.
     """
     shown = f"{str(file):.240}"
     try:

@@ -26,7 +26,7 @@ SOFTWARE = "sana_core"
 
 
 def levels(pixels: torch.Tensor) -> np.ndarray:
-    """Return pixels [3, n, W] in [-1, 1] as uint8 [n, W, 3]. Raises InputError for NaN, which would become black."""
+    """Return pixels [3, n, W] in [-1, 1] as uint8 [n, W, 3]."""
     if pixels.isnan().any():
         raise InputError("pixels: got NaN from the VAE; generate or decode again in bf16 or fp32")
     values = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
@@ -79,7 +79,7 @@ def paeth_differences(strip: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 
 def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
-    """Write a TIFF of 8 bits RGB, deflated. Raises InputError without tifffile."""
+    """Write a TIFF of 8 bits RGB, deflated."""
     try:
         from tifffile import TiffWriter
     except ImportError:

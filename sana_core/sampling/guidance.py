@@ -39,11 +39,7 @@ def choose_sampling(
     guidance: float | None,
     begins_with_image: bool = False,
 ) -> Defaults:
-    """Return the three values, with the defaults of the model with `config` in place of None.
-
-    Raises InputError for an unknown sampler, for numbers out of range, and for values that the model was not distilled
-    for.
-    """
+    """Return the three values, with the defaults of the model with `config` in place of None."""
     defaults = model_defaults(config, begins_with_image)
     sampler = sampler or defaults.sampler
     steps = defaults.steps if steps is None else steps
@@ -93,9 +89,7 @@ def perturbed_attention(config: TransformerConfig, scale: float, blocks: str, pr
     """Return perturbed attention for a transformer with `config`. `blocks` has numbers of blocks, like "8" or "7, 8".
 
     If `blocks` is empty, it perturbs the block that NVIDIA perturbs. In a model with another number of blocks, it
-    perturbs the block at two fifths of the depth. Raises InputError if the scale is not from 0 to 100, if the model
-    does not have one of the blocks, and for a SANA-Sprint model, whose guidance is built in. Errors name the inputs
-    `prefix`scale and `prefix`blocks.
+    perturbs the block at two fifths of the depth. Errors name the inputs `prefix`scale and `prefix`blocks.
     """
     check_number(f"{prefix}scale", scale, 0, LARGEST_GUIDANCE)
     if config.guidance_embeds:

@@ -95,8 +95,7 @@ def sample_flow_dpmpp(
 
     The first steps use a lower order because fewer x0 exist. The last step to sigma 0 has order 1, because lambda is
     infinite there. The step before it has at most order 2 if the schedule has fewer than 15 steps, as in diffusers, or
-    with `always_lower_order`, as in NVIDIA's code. Returns x at the last sigma. Raises InputError for sigmas that do
-    not descend.
+    with `always_lower_order`, as in NVIDIA's code. Returns x at the last sigma.
     """
     sigma = descending(sigmas)
     steps = len(sigma) - 1
@@ -195,7 +194,7 @@ class Sampler(NamedTuple):
     options: Callable[[Reference, Iterator[torch.Tensor]], dict[str, object]] = no_options
 
     def sigmas(self, steps: int, shift: float, reference: Reference = RULES[DIFFUSERS]) -> torch.Tensor:
-        """Return the [steps + 1] sigmas as `reference` computes them. Raises InputError for steps out of range."""
+        """Return the [steps + 1] sigmas as `reference` computes them."""
         return self.schedule(steps, shift, reference)
 
     def effective_guidance(self, reference: Reference, guidance: float) -> float:
@@ -251,7 +250,7 @@ DISTILLED = {model.defaults.sampler: model for model in (*IMAGES.values(), *VIDE
 
 
 def by_scheduler(samplers: Mapping[str, Sampler]) -> dict[tuple[str, int | None], str]:
-    """Return {scheduler: the name of its row}. Raises InputError if two of `samplers` have the same scheduler."""
+    """Return {scheduler: the name of its row}."""
     names: dict[tuple[str, int | None], str] = {}
     for name, row in samplers.items():
         if row.scheduler is not None and names.setdefault(row.scheduler, name) != name:
@@ -284,6 +283,6 @@ def check_distilled(config: TransformerConfig, **settings: object) -> None:
 
 
 def find_sampler(name: str) -> Sampler:
-    """Return the sampler of that name. Raises InputError for a name that is not in SAMPLERS."""
+    """Return the sampler of that name."""
     check_name("sampler", name, SAMPLERS)
     return SAMPLERS[name]

@@ -66,8 +66,7 @@ def scm_timesteps(
     """Return [steps + 1] float64 angles of TrigFlow from `max_timestep` to 0 (SANA-Sprint, section 4).
 
     With two steps, the second one begins at `intermediate_timestep`. With other numbers of steps, the angles are evenly
-    spaced and `intermediate_timestep` is not used. Raises InputError for steps that are not a whole number from 1 to
-    1000, and for angles that are not 0 < intermediate < max <= 1.5708.
+    spaced and `intermediate_timestep` is not used.
     """
     check_steps(steps)
     if not 0 < max_timestep <= MAX_TIMESTEP:
@@ -99,8 +98,7 @@ def scm_sigmas(
 def trim_schedule(schedule: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
     """Return the last `steps` steps of a schedule with `steps` / `denoise` steps, for image to image.
 
-    The result is empty if `denoise` is 0. Raises InputError unless 0 <= `denoise` <= 1 and `steps` is a whole number
-    from 1 to 1000.
+    The result is empty if `denoise` is 0.
     """
     check_steps(steps)
     check_number("denoise", denoise, 0, 1)
@@ -114,7 +112,7 @@ def trim_schedule(schedule: Callable[[int], torch.Tensor], steps: int, denoise: 
 def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
     """Return the last `strength` * steps steps of `sigmas`, rounded up, as SANA-Sprint does image to image.
 
-    The result is empty if `strength` is 0. Raises InputError unless 0 <= `strength` <= 1.
+    The result is empty if `strength` is 0.
     """
     check_number("strength", strength, 0, 1)
     steps = len(sigmas) - 1
@@ -123,10 +121,7 @@ def last_steps(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
 
 
 def descending(sigmas: torch.Tensor) -> list[float]:
-    """Return `sigmas` as Python numbers. They are read once, so that no step waits for the device.
-
-    Raises InputError unless they descend from at most 1 to at least 0.
-    """
+    """Return `sigmas` as Python numbers. They are read once, so that no step waits for the device."""
     line = sigmas.tolist()
     falls = all(high > low for high, low in zip(line, line[1:], strict=False))
     if len(line) < 2 or not falls or not (line[0] <= 1 and line[-1] >= 0):

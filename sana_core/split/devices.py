@@ -149,7 +149,7 @@ class Split:
 
         `parts` is the number of equal parts of B, such as a positive and a negative prompt. Groups of members compute
         different parts where they can, and the members of a group share the rows. `poll` is called many times a second
-        and cancels by raising. Raises InputError for more members than rows, and the error of the last member.
+        and cancels by raising.
         """
 
         def report(member: DeviceThread, error: BaseException) -> None:

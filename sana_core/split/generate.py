@@ -53,9 +53,7 @@ def generate_split(request: Request, poll: Poll = no_poll) -> Generator[tuple[Im
 
     The latents differ from the latents of a single device only by rounding. On CPUs in float32, for widths of 512, 640,
     768 px ..., two or more devices give the same bits for any number of devices. If a device fails, the others repeat
-    the step without it. `poll` cancels by raising. Raises InputError for a chunk of several images, for compiled
-    models, and for devices that cannot share an image. Raises CheckpointError, MissingFileError or ReadError for a
-    checkpoint that cannot be loaded.
+    the step without it. `poll` cancels by raising.
     """
     workload, checkpoint, settings, devices = request
     if workload.chunk not in (None, 1):

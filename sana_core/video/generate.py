@@ -65,9 +65,6 @@ def load_video_autoencoder(
     """Return the video VAE in `info`, and the mean and the standard deviation [C, 1, 1, 1] of its latents.
 
     The transformer generates normalised latents, so these have to be undone before a decode.
-
-    Raises CheckpointError for a file that is not in diffusers' layout with its configuration beside it, and as
-    `load_part` does.
     """
     part = find_video_autoencoder(info)
     module: Any = load_part(part, torch.float32)
@@ -77,7 +74,7 @@ def load_video_autoencoder(
 
 
 def find_video_autoencoder(info: Checkpoint) -> Checkpoint:
-    """Return the video VAE in `info`. Raises CheckpointError unless diffusers' configuration is beside it."""
+    """Return the video VAE in `info`."""
     part = find_part(info, "video_autoencoder")
     if part.layout != "diffusers" or part.config is None:
         raise CheckpointError(f"{part.name}: got a VAE without diffusers' configuration; use the diffusers folder")
@@ -209,10 +206,7 @@ def check_writer(path: Path) -> None:
 
 
 def write_video(path: Path, video: torch.Tensor, replace: bool = False, rate: int = 16) -> None:
-    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at `rate` frames a second.
-
-    Raises ExistingFileError and OutputError as `output_file` does.
-    """
+    """Write `video` [3, T, H, W] in [-1, 1] as H.264, at `rate` frames a second."""
     import av
 
     # PyAV writes into memory. It would take a path such as "http:/clip.mp4" for an address, and it hides the errors of
@@ -231,7 +225,7 @@ def write_video(path: Path, video: torch.Tensor, replace: bool = False, rate: in
 def read_first(path: Path, size: tuple[int, int]) -> torch.Tensor:
     """Return the image at `path` scaled and cut to `size`, (width, height), as [3, H, W] in [-1, 1].
 
-    The file is read as training reads the images of a data set. Raises InputError, MissingFileError and ReadError.
+    The file is read as training reads the images of a data set.
     """
     import numpy as np
     from PIL import Image, ImageOps

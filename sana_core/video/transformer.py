@@ -94,7 +94,7 @@ class SanaVideo2Transformer3DModel(ModelMixin, ConfigMixin):
         encoder_attention_mask: torch.Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
-        """The call of diffusers' transformers, as a tuple. Raises InputError where gradients are on."""
+        """The call of diffusers' transformers, as a tuple."""
         if torch.is_grad_enabled():
             raise InputError("model: got SANA-Video 2.0 for training, expected a SANA model of images; train that one")
         embeds, mask = encoder_hidden_states, encoder_attention_mask

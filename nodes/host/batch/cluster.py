@@ -37,7 +37,7 @@ SESSION = "sana_cluster_session"
 
 
 def require_cluster() -> ClusterSettings:
-    """Return the configured cluster. Raises InputError if there is none, or if its file is broken."""
+    """Return the configured cluster."""
     cluster = configured_cluster()
     if cluster is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
@@ -58,12 +58,7 @@ def session_on(cluster: ClusterSettings) -> Session:
 
 
 def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
-    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`.
-
-    Raises InputError for inputs that a cluster does not support, if cluster.json is missing or broken, and if all
-    images failed. Raises ClusterError if no cluster or no GPU of it can be reached, and the error of a machine if none
-    is left.
-    """
+    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`."""
     cluster, poll = require_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
     job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER)
     files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))

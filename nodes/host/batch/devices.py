@@ -52,7 +52,7 @@ def find_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     """Return the devices for `choice`, the value of the node's `devices` widget.
 
     Workflows come from other machines, so the node accepts any value. A device that this machine lacks is replaced by
-    the device of the model, with a warning. Raises InputError if `choice` is not a string.
+    the device of the model, with a warning.
     """
     if not isinstance(choice, str):
         raise InputError(f"devices: got {choice!r:.40}, expected a name; choose all or default")

@@ -55,7 +55,7 @@ class BatchInputs(NamedTuple):
 
     @property
     def prompts(self) -> int:
-        """The number of prompts in `positive`. Raises InputError if its entries have different numbers."""
+        """The number of prompts in `positive`."""
         # An entry with one row applies to every prompt.
         counts = {len(embeds) for embeds, _ in self.positive} - {1}
         if len(counts) > 1:
@@ -75,8 +75,7 @@ class BatchInputs(NamedTuple):
 
 
 def check_batch(batch: BatchInputs) -> BatchInputs:
-    """Return `batch` with latents of the model's shape. Raises InputError for SANA-Video, a latent that is not of SANA
-    or has several images, another VAE, and too many images."""
+    """Return `batch` with latents of the model's shape."""
     require_images(batch.model.model)
     samples = sana_latents(batch.model, batch.latent)
     batch_size = len(samples)
@@ -125,8 +124,7 @@ def describe_job(
 ) -> tuple[Job, tuple[dict[int, Embedding], Embedding]]:
     """Return the job of `batch`, the embeddings by number of the prompt, and the negative embeddings.
 
-    `hints` are the results of `encode_hints`. Raises InputError with the reason if other workers cannot generate the
-    same images, and CheckpointError for a file that has changed since it was loaded.
+    `hints` are the results of `encode_hints`.
     """
     model = batch.model
     check_patches(model, reader)
@@ -190,7 +188,7 @@ def check_patches(model: ModelPatcher, reader: Reader) -> None:
 
 
 def plain_shift(model: ModelPatcher, reader: Reader) -> float:
-    """Return the shift of MODEL. Raises InputError for a ModelSampling of another pack."""
+    """Return the shift of MODEL."""
     sampling = model.get_model_object("model_sampling")
     kind = type(sampling)
     changes = [name for name in vars(kind) if not name.startswith("__")]
@@ -200,10 +198,7 @@ def plain_shift(model: ModelPatcher, reader: Reader) -> float:
 
 
 def plain_prompts(field: str, batch: BatchInputs, reader: Reader) -> list[Embedding]:
-    """Return embeddings [1, T, C] and mask [1, T] of each prompt, without padding.
-
-    Raises InputError for areas, hooks, combined or too long prompts, and another text encoder.
-    """
+    """Return embeddings [1, T, C] and mask [1, T] of each prompt, without padding."""
     conditioning = batch.positive if field == "positive" else batch.negative
     if len(conditioning) != 1:
         raise InputError(f"{field}: got {len(conditioning)} combined prompts, {reader.name} takes one; write one text")
@@ -227,7 +222,7 @@ def plain_prompts(field: str, batch: BatchInputs, reader: Reader) -> list[Embedd
 def init_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, Packed | None] | None:
     """Return the latents in the model's scale that sampling starts from, and their mask or None.
 
-    Returns None for an empty latent. Raises InputError for a mask under which the latent is empty.
+    Returns None for an empty latent.
     """
     latents, mask = batch.latent["samples"].float().cpu(), batch.latent.get("noise_mask")
     if mask is not None:
@@ -243,8 +238,7 @@ def init_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, Packed | Non
 
 
 def describe_controls(batch: BatchInputs, hints: Mapping[int, torch.Tensor], reader: Reader) -> tuple[ControlSpec, ...]:
-    """Return the chain of ControlNets. Raises InputError for one that acts on the positive or negative prompt alone,
-    for several control images, and for hooks."""
+    """Return the chain of ControlNets."""
     ((_, options),) = batch.positive
     control = options.get("control")
     if batch.sampler != SPRINT:

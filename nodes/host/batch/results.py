@@ -78,10 +78,7 @@ class Results:
             self.failures[image] = str(error)
 
     def finish(self, notes: Notes) -> dict[ImageSpec, Row]:
-        """Return the rows in the order of the images. An image that failed is black, and named in `notes`.
-
-        Raises InputError if all images failed.
-        """
+        """Return the rows in the order of the images. An image that failed is black, and named in `notes`."""
         texts = {
             image: f"image {image.number + 1} (seed {image.seed}): {self.failures[image]}" for image in self.failures
         }

@@ -55,9 +55,6 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     """Return the LATENT of the images, their IMAGE if there is a VAE, and a report. `choice` is the widget's value.
 
     If several devices have generated images, the node shows a chart of them in place of the last preview.
-
-    Raises InputError for a latent that is not of SANA or has several images, another VAE, too many images, and inputs
-    that a cluster does not support. Raises ClusterError if the cluster cannot be reached.
     """
     batch = check_batch(batch)
     started, notes = time.monotonic(), Notes()

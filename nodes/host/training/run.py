@@ -51,7 +51,7 @@ def list_result(files: Mapping[str, Path], settings: TrainingSettings, kind: str
     """Copy the result of a training to output/`kind`. Returns a sentence with its name in the loaders' lists.
 
     `files` are {end of the name there: file}, the weights first. A copy replaces only an earlier result of the same
-    training. If the name is taken in any of ComfyUI's folders of that kind, the copy gets a number. Raises OutputError.
+    training. If the name is taken in any of ComfyUI's folders of that kind, the copy gets a number.
     """
     folder = Path(folder_paths.get_output_directory()) / kind
     published = read_run(Path(settings.out))[1]
@@ -132,7 +132,7 @@ def check_parts(model: ModelPatcher, clip: comfy.sd.CLIP | None, vae: comfy.sd.V
 
 
 def clip_path(clip: comfy.sd.CLIP | None) -> str:
-    """Return the checkpoint of CLIP, or "" for None. Raises InputError unless it is SANA's and has no patches."""
+    """Return the checkpoint of CLIP, or "" for None."""
     if clip is None:
         return ""
     if not isinstance(clip.tokenizer, SanaTokenizer) or clip.patcher.patches:
@@ -141,10 +141,7 @@ def clip_path(clip: comfy.sd.CLIP | None) -> str:
 
 
 def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) -> Method:
-    """Return the method: a ControlNet if there are blocks, else an adapter.
-
-    Raises InputError for settings of a ControlNet that only a LoRA has.
-    """
+    """Return the method: a ControlNet if there are blocks, else an adapter."""
     if "blocks" not in tables["method"]:
         return Method(**tables["method"], start=chosen.existing_lora)
     defaults = default_values()
@@ -180,10 +177,7 @@ def make_settings(
     clip: comfy.sd.CLIP | None,
     vae: comfy.sd.VAE | None,
 ) -> TrainingSettings:
-    """Return the settings of the run in `out`. `values` are the training node's values by widget.
-
-    Raises InputError for a MODEL that cannot be trained, and for values that do not fit each other.
-    """
+    """Return the settings of the run in `out`. `values` are the training node's values by widget."""
     check_model(model)
     check_parts(model, clip, vae)
     _, _, _, reference, _ = loaded_from(model)
@@ -260,8 +254,6 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
     """Train with `settings`. If their folder has a run, resume it from its newest state.
 
     Returns the file or folder of the result, the loss of each step, and a text about the run. Cancel saves a state.
-    Raises InputError for a MODEL or a data set that cannot be used, InUseError if another program uses the folder, and
-    TrainingError for a loss that is not finite.
     """
     check_base(settings)
     management, device = comfy.model_management, model.load_device
