@@ -257,12 +257,6 @@ def as_seconds(seconds: list[float]) -> str:
     return " to ".join(dict.fromkeys(f"{float(f'{value:.2g}'):g}" for value in seconds)) + " s"
 
 
-def smallest_gpu(model: Released) -> int | None:
-    """Return the GB of the smallest GPU that holds each stage of the model in bf16 as a whole."""
-    plan = plan_memory(model.variant, model.pixels, model.pixels)
-    return next((gigabytes for gigabytes, fits in plan["fits"].items() if fits), None)
-
-
 def needed_bytes(model: Released) -> int:
     """Return the bytes of the largest stage and the driver."""
     return plan_memory(model.variant, model.pixels, model.pixels)["smallest"] + CONTEXT
@@ -295,7 +289,7 @@ def model_table() -> list[list[str]]:
             for gb in shown
         ]
         memory = f"{needed_bytes(model) / 1e9:.1f} GB"
-        card = f"{smallest_gpu(model)} GB"
+        card = f"{next((gb for gb, fits in plan_memory(*size)['fits'].items() if fits), None)} GB"
         rows.append(
             [model.name, f"{model.pixels} px", memory, card, f"`{model.file}`", f"{model.download:.1f} GB", *seconds]
         )

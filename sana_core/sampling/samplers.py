@@ -173,10 +173,6 @@ def sample_scm(
     return x
 
 
-def no_options(reference: Reference, noise: Iterator[torch.Tensor]) -> dict[str, object]:
-    return {}
-
-
 class Sampler(NamedTuple):
     """A row of SAMPLERS: everything that distinguishes one sampler from another."""
 
@@ -191,7 +187,7 @@ class Sampler(NamedTuple):
     # Whether `reference` uses guidance of at most 1, too. Otherwise, guidance is off at 1 and below.
     uses_low_guidance: Callable[[Reference], bool] = lambda reference: False
     # (reference, more noise of the same seed) -> keyword arguments of `sample`
-    options: Callable[[Reference, Iterator[torch.Tensor]], dict[str, object]] = no_options
+    options: Callable[[Reference, Iterator[torch.Tensor]], dict[str, object]] = lambda reference, noise: {}
 
     def sigmas(self, steps: int, shift: float, reference: Reference = RULES[DIFFUSERS]) -> torch.Tensor:
         """Return the [steps + 1] sigmas as `reference` computes them."""

@@ -86,14 +86,13 @@ class ThreadExchange:
 SIZE, SECONDS = (16, 64), 0.3
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of the kind of device. Devices with the same name count as equally fast."""
-    return device.type if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_name(device)
-
-
 def relative_speeds(devices: Sequence[torch.device], transformers: Sequence[SanaTransformer2DModel]) -> list[float]:
     """Return the speeds of `devices`, each with its copy of the transformer. Measured only if their names differ."""
-    if len({device_name(device) for device in devices}) == 1:
+    names = {
+        device.type if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_name(device)
+        for device in devices
+    }
+    if len(names) == 1:
         return [1.0] * len(devices)
     measured: dict[torch.device, float] = {}
     for device, transformer in zip(devices, transformers, strict=True):

@@ -210,11 +210,6 @@ def make_settings(
     )
 
 
-def newest_step(settings: TrainingSettings) -> int:
-    """Return the step from which the run resumes, or 0 for a new run."""
-    return max((step for step, _ in find_states(Path(settings.out))), default=0)
-
-
 def memory_to_free(plan: Plan) -> int:
     """Return the bytes that have to be free for a run: the plan's, and the memory that ComfyUI always leaves free."""
     return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
@@ -277,7 +272,7 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
         with torch.inference_mode(False), torch.enable_grad():
             file = train(settings, view.report, view.progress, poll, view.show)
     except management.InterruptProcessingException:
-        view.stop(newest_step(settings))
+        view.stop(max((step for step, _ in find_states(Path(settings.out))), default=0))
         raise
     losses = read_losses(Path(settings.out))
     management.soft_empty_cache()
