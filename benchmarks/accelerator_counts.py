@@ -33,7 +33,7 @@ from sana_core.model.layers import arrange_convolutions, join_projections
 from sana_core.model.sharded_ops import ShardedOps
 from sana_core.runtime.cancellation import no_poll
 from sana_core.sampling.guidance import denoiser, perturbed_attention
-from sana_core.split.devices import ExchangeBoard, ThreadExchange
+from sana_core.split.generate import ExchangeBoard, ThreadExchange
 
 DTYPE = torch.bfloat16
 TOKENS = 300

@@ -22,7 +22,7 @@ from decoders import f32c32
 from benchmarks.machine import random_transformer, write
 from sana_core.decode import decode_latents
 from sana_core.model.forward import prepare, shard_velocity, velocity
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 RUNS = 2
 BLOCKS = 6

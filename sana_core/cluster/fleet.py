@@ -19,7 +19,7 @@ from ..batch.progress import counted
 from ..errors import ClusterError
 from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
-from .background import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
+from .connection import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
 from .session import ClusterRun
 
 logger = get_logger(__name__)

@@ -22,16 +22,20 @@ from ..errors import ClusterError, SanaError
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
-from .background import (
+from .connection import (
     ACTOR_IDLE_TIMEOUT,
     CALL_TIMEOUT,
+    CLIENT,
     POLL_INTERVAL,
     PROBE_TIMEOUT,
+    ClusterSettings,
     LostError,
     call_in_thread,
+    connect_client,
+    connected,
+    import_ray,
     iterate_in_thread,
 )
-from .connection import CLIENT, ClusterSettings, connect_client, connected, import_ray
 
 if TYPE_CHECKING:
     from ray.client_builder import ClientContext

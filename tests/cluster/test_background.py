@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sana_core.cluster.background import BACKLOG, iterate_in_thread
+from sana_core.cluster.connection import BACKLOG, iterate_in_thread
 
 
 def test_a_slow_caller_bounds_the_results_in_memory():

@@ -9,7 +9,7 @@ import pytest
 from fake_ray import A, B, C, D, FakeRay, generate, works
 
 from sana_core.batch.plan import FailedImage
-from sana_core.cluster.background import ACTOR_TIMEOUT
+from sana_core.cluster.connection import ACTOR_TIMEOUT
 from sana_core.cluster.session import ActorCache
 from sana_core.errors import ClusterError
 

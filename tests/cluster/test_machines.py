@@ -15,9 +15,8 @@ from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
 from sana_core.batch.progress import WorkerReport
-from sana_core.cluster.background import ACTOR_IDLE_TIMEOUT, HEALTH_CHECK_INTERVAL
 from sana_core.cluster.batch import generate_on_cluster
-from sana_core.cluster.connection import ClusterSettings
+from sana_core.cluster.connection import ACTOR_IDLE_TIMEOUT, HEALTH_CHECK_INTERVAL, ClusterSettings
 
 # an actor has one core
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(400)]

@@ -24,9 +24,8 @@ from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.batch.png import describe_settings
 from sana_core.batch.progress import WorkerReport, no_status
 from sana_core.checkpoints.fingerprint import fingerprint
-from sana_core.cluster.background import ACTOR_TIMEOUT
 from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
-from sana_core.cluster.connection import ClusterSettings
+from sana_core.cluster.connection import ACTOR_TIMEOUT, ClusterSettings
 from sana_core.cluster.session import run_alone
 from sana_core.engine.body import Job
 from sana_core.errors import ClusterError

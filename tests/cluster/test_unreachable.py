@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from sana_core.cluster.background import call_in_thread
-from sana_core.cluster.connection import connect_client, connected
+from sana_core.cluster.connection import call_in_thread, connect_client, connected
 from sana_core.errors import ClusterError, VersionError
 from sana_core.runtime import limits
 from sana_core.runtime.cancellation import no_poll

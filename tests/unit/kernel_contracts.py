@@ -22,7 +22,7 @@ from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.model.forward_inputs import Perturbation
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.samplers import SAMPLERS
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 interpreted.install()
 

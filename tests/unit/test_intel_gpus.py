@@ -21,7 +21,7 @@ from sana_core.doctor.machine import describe_card
 from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.model.sharded_ops import sum_dtype
 from sana_core.runtime.accelerator import free_bytes, has_float64, memory_info
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 from sana_core.training import trainer
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import read_losses

@@ -15,7 +15,7 @@ from test_split_faults import Machine
 
 from sana_core.decode import decode_latents, devices
 from sana_core.runtime.accelerator import is_driver_error
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4

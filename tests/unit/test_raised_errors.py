@@ -8,7 +8,7 @@ import torch
 from sana_core.batch.plan import ImageSpec
 from sana_core.engine.loop import Run
 from sana_core.engine.thread import ThreadWorker
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 CPU = torch.device("cpu")
 

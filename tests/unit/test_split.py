@@ -20,7 +20,7 @@ from sana_core.model.forward_inputs import Perturbation
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
 from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denoiser
 from sana_core.split import generate as sharing
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 CPU = torch.device("cpu")
 # a row of 16 cells is the least, and 4 its step: some CPUs' libraries multiply matrices of fewer rows, and those that

@@ -14,7 +14,7 @@ from tiny import random_prompt, tiny_transformer
 from sana_core.model.forward import prepare, shard_velocity, velocity
 from sana_core.runtime import device_team
 from sana_core.runtime.device_team import DeviceThreads
-from sana_core.split.devices import Split
+from sana_core.split.generate import Split
 
 ROWS, COLUMNS = 9, 16
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from ....sana_core.model.row_shards import Shard, check_rows, check_splittable
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ....sana_core.runtime.device_team import DeviceThreads
 from ....sana_core.runtime.text import get_logger
-from ....sana_core.split.devices import Split, relative_speeds
+from ....sana_core.split.generate import Split, relative_speeds
 from ..compat.patches import SPLIT, unshared
 from ..folders import TWO_WORKERS, one_gpu_note
 from .guidance import require_images
