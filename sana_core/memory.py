@@ -71,8 +71,6 @@ class ImagePlan(MemoryPlan):
     vae: str
 
 
-# Name of a weight: its shape.
-Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Bytes of a GPU that the driver and the kernels use.
 CONTEXT = 600 * 10**6
