@@ -78,7 +78,14 @@ class ClusterError(SanaError, ConnectionError):
 
 
 class TrainingError(SanaError, RuntimeError):
-    """The loss or the gradient of a training is NaN or infinite."""
+    """The loss or the gradient of a training is NaN or infinite, or a rank or memory is lost."""
+
+    # Whether some parameters may hold other weights than the trained ones, so that they must not be saved.
+    weights_lost: bool
+
+    def __init__(self, message: str, weights_lost: bool = False) -> None:
+        super().__init__(message)
+        self.weights_lost = weights_lost
 
 
 class FailedImagesError(SanaError, RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from ..errors import InputError, VersionError
+from ..errors import InputError, TrainingError, VersionError, first_line
 from ..runtime.text import Json, brief
 from .came import CAME, SMALLEST, buckets, shard_sizes
 
@@ -216,6 +216,19 @@ def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator)
 
 
 @contextmanager
+def restoring() -> Iterator[None]:
+    """Raise TrainingError with `weights_lost` for any error of this context, which restores the trained weights."""
+    try:
+        yield
+    except BaseException as error:
+        raise TrainingError(
+            f"training: the weights were not restored after a validation ({first_line(error):.100}), so this step is "
+            "not saved; the same command resumes",
+            weights_lost=True,
+        ) from error
+
+
+@contextmanager
 def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put the weights for validation and saving into the parameters, and restore the training weights bit for bit.
 
@@ -233,7 +246,7 @@ def validation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             switch()
             yield
         finally:
-            with marking_failed_restore():
+            with restoring():
                 optimizer.train()  # type: ignore[attr-defined]
 
 
@@ -318,30 +331,8 @@ def kept_weights(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        with marking_failed_restore():
+        with restoring():
             fill(dict(enumerate(parameters)), dict(enumerate(saved_values)))
-
-
-# Attribute of an error that was raised while the trained weights were restored.
-RESTORING = "raised_while_restoring_weights"
-
-
-@contextmanager
-def marking_failed_restore() -> Iterator[None]:
-    """Mark an error of this context, which restores the trained weights."""
-    try:
-        yield
-    except BaseException as error:
-        vars(error)[RESTORING] = True
-        raise
-
-
-def has_failed_restore(error: BaseException) -> bool:
-    """Whether `error` was raised while the trained weights were restored. Some parameters may still hold averages."""
-    cause: BaseException | None = error
-    while cause is not None and RESTORING not in vars(cause):
-        cause = cause.__cause__
-    return cause is not None
 
 
 @torch.no_grad()

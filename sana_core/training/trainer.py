@@ -497,10 +497,8 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            if optimizers.has_failed_restore(error):
-                step = self.progress.step
-                logger.error("step %d is not saved, because its weights were not restored after a validation", step)
-            elif self.ranks.all_know(error):
+            weights_lost = isinstance(error, TrainingError) and error.weights_lost
+            if not weights_lost and self.ranks.all_know(error):
                 # The frames of the traceback hold the tensors of the failed step. Saving may need their memory.
                 clear_frames(error.__traceback__)
                 self.optimizer.zero_grad()
