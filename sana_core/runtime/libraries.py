@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -35,6 +37,18 @@ def installed(name: str) -> str:
         return ""
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause Python's garbage collector. A third of the time would be searches, if all of many new objects stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def import_failure(name: str) -> VersionError | None:
     """Import an installed package. Returns an error with the reason and the remedy if that fails.
 
@@ -43,13 +57,11 @@ def import_failure(name: str) -> VersionError | None:
     module, *classes = PARTS.get(name, (name,))
     for noisy in NOISY:
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    collects = gc.isenabled()
-    # A third of the import would be searches for garbage, of which a million new objects have hardly any.
-    gc.disable()
     try:
-        imported = import_module(module)
-        for part in classes:
-            getattr(imported, part)
+        with without_collection():
+            imported = import_module(module)
+            for part in classes:
+                getattr(imported, part)
         return None
     except Exception as error:
         cause: BaseException = error
@@ -57,9 +69,6 @@ def import_failure(name: str) -> VersionError | None:
         while inner := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
             cause = inner
         reason = brief(first_line(cause), 180)
-    finally:
-        if collects:
-            gc.enable()
     if name in COMPANIONS:
         return VersionError(
             f"{name}: got {installed(name)}, which cannot be imported with torch {torch.__version__} ({reason}); "

@@ -5,7 +5,7 @@ Neither VAE nor text encoder is in memory while a model trains from the cache.
     folder/latents/ab/KEY.safetensors    latents [32, h, w] float32, and with a mask the weight [1, h, w] float32;
                                          the same for control images
     folder/texts/ab/KEY.safetensors      embeds [T, C] in the encoder's dtype, mask [T] uint8, without padding
-    folder/digests.json                  digests of images, so that unchanged files are not read again
+    folder/digests.json, sizes.json      digests and sizes of images, so that unchanged files are not read again
 
 A key is the digest of everything that the entry depends on. A change therefore gives another entry, and no entry is
 ever stale. An entry is written as a whole, with the digest of its tensors. All writers write the same bytes. A start
@@ -51,9 +51,9 @@ logger = get_logger(__name__)
 Tensors = dict[str, torch.Tensor]
 # Version of the entries. A new version encodes all of them again.
 VERSION = 1
-DIGESTS = "digests.json"
-# Bytes of DIGESTS. An image takes 140.
-LARGEST_DIGESTS = 10**9
+DIGESTS, SIZES = "digests.json", "sizes.json"
+# Bytes of one of them. A digest takes 140.
+LARGEST_MEMO = 10**9
 # Name of the tensor with the digest of the others.
 CHECK = "sha256"
 # Errors of the files of one image.
@@ -153,14 +153,14 @@ class Batch(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The cached entries of a list of samples, in the order of the samples, and the empty prompt."""
+    """The paths of the cached entries of samples, in the order of the samples, and the empty prompt."""
 
     names: list[str]
-    latents: list[Path]
-    texts: list[Path]
+    latents: list[str]
+    texts: list[str]
     empty: Tensors  # embeds [T, C] and mask [T], without instruction, with padding
     store: Store
-    controls: Sequence[Path] = ()  # empty without a ControlNet
+    controls: Sequence[str] = ()  # empty without a ControlNet
 
     def load(self, indices: Sequence[int]) -> Batch:
         """Return the samples with these indices. They must have the same bucket."""
@@ -206,14 +206,14 @@ def build_cache(
     controls = [control for sample in samples for control in with_control(sample)[1:]]
     images = [*samples, *controls]
     entry_count, finished = 1 + len(samples) + len(images), itertools.count(1)
-    digests, paths = Digests(store), list[Path]()
+    digests, paths = FileMemo(store, DIGESTS, digest_range, is_digest), list[str]()
     faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
         progress(next(finished), entry_count)
         poll()
 
-    def encode_caption(key_values: list[str], make: Callable[[], Tensors]) -> Path:
+    def encode_caption(key_values: list[str], make: Callable[[], Tensors]) -> str:
         path = store.ensure(store.path("texts", [*key_values, ids.text_encoder]), make)
         advance()
         return path
@@ -399,52 +399,52 @@ class Store:
         # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
         self.parts = parts
         # The entries that this process has written, or whose digest it has checked.
-        self.checked_paths: set[Path] = set()
+        self.checked_paths: set[str] = set()
 
-    def path(self, kind: str, key_values: Sequence[object]) -> Path:
+    def path(self, kind: str, key_values: Sequence[object]) -> str:
         """Return the path of the entry with this key.
 
         `key_values` are JSON values and must contain everything that the entry depends on.
         """
         key = digest_of(json.dumps([VERSION, *key_values]).encode())
-        return self.folder / kind / key[:2] / f"{key}.safetensors"
+        return f"{self.folder}/{kind}/{key[:2]}/{key}.safetensors"
 
-    def ensure(self, path: Path, make: Callable[[], Tensors]) -> Path:
+    def ensure(self, path: str, make: Callable[[], Tensors]) -> str:
         """Write the entry `path` if it is missing. Returns `path`."""
         if not self.has(path):
             self.put(path, make())
         return path
 
-    def put(self, path: Path, tensors: Tensors) -> None:
+    def put(self, path: str, tensors: Tensors) -> None:
         """Write an entry. Raises OutputError, and then leaves no part of it."""
         from safetensors.torch import save
 
         try:
-            self.write(path, save({**tensors, CHECK: check_sum(tensors)}))
+            self.write(Path(path), save({**tensors, CHECK: check_sum(tensors)}))
         except OSError as error:
             raise OutputError(
                 f"cache: cannot write {path} ({reason_of(error)}); make room and start again, what is in it stays"
             ) from error
         self.checked_paths.add(path)
 
-    def has(self, path: Path, least: int = 1) -> bool:
+    def has(self, path: str, least: int = 1) -> bool:
         """Whether the entry `path` exists and has at least `least` bytes. `read` checks its digest."""
         try:
-            return path.stat().st_size >= least
+            return Path(path).stat().st_size >= least
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def read(self, path: Path) -> Tensors:
+    def read(self, path: str) -> Tensors:
         """Return the tensors of the entry `path`. Its digest is checked once.
 
         Raises ReadError. A damaged entry is removed, so that the next start encodes it again.
         """
         try:
-            tensors = read_entry(path, path not in self.checked_paths)
+            tensors = read_entry(Path(path), path not in self.checked_paths)
         except ReadError as error:
             if not isinstance(error.__cause__, OSError):
                 with suppress(OSError):
-                    path.unlink()
+                    Path(path).unlink()
             raise
         self.checked_paths.add(path)
         return tensors
@@ -487,27 +487,31 @@ def read_entry(path: Path, checks: bool = True) -> Tensors:
     return tensors
 
 
-class Digests:
-    """The digests of images, stored in the cache's folder so that each unchanged image is read once.
+class FileMemo:
+    """A value of each image file, stored in the cache's folder so that each unchanged file is read once.
 
     Other users may read this file and must not learn the paths of the images, so it contains no paths. The key of a
-    digest is itself a digest: of the image's path, its range of bytes, and the size, times and inode of its file.
-    Nobody can check a guessed path against it without these numbers, and a changed image has another key.
+    value is a digest: of the image's path, its range of bytes, and the size and times of its file. Nobody can check a
+    guessed path against it without these numbers, and a changed image has another key.
 
     Raises ExistingFileError if another program has written a file with this name. It is not changed.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.file = store, store.folder / DIGESTS
-        self.digests = self.read()
+    def __init__(
+        self, store: Store, name: str, compute: Callable[[FileRange, str], Any], is_value: Callable[[Any], bool]
+    ) -> None:
+        self.store, self.file = store, store.folder / name
+        # compute(place, name) returns the value of the bytes at `place`. Its errors call them `name`.
+        self.compute, self.is_value = compute, is_value
+        self.values = self.read()
         self.changed = False
 
     def read(self) -> Json:
-        """Return the digests on disk."""
+        """Return the values on disk."""
         try:
-            digests = json.loads(read_small(self.file, LARGEST_DIGESTS))
-            if digests and all(len(digest) == 64 for pair in digests.items() for digest in pair):
-                return digests
+            values = json.loads(read_small(self.file, LARGEST_MEMO))
+            if values and all(map(is_digest, values)) and all(map(self.is_value, values.values())):
+                return values
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -516,24 +520,36 @@ class Digests:
             f"cache: {self.file} is not of a training's cache; move it away, or choose another folder"
         )
 
-    def of(self, place: FileRange, name: str) -> str:
-        """Return the digest of the bytes at `place`. Errors call them `name`."""
+    def of(self, place: FileRange, name: str) -> Any:
+        """Return the value of the bytes at `place`. Errors call them `name`."""
         try:
             stat = size_and_times(place.file)
         except OSError:
             # Reading it raises an error that names the image.
-            return digest_of(read_range(place, name))
+            return self.compute(place, name)
         key = digest_of(json.dumps([str(place.file.absolute()), place.start, place.length, stat]).encode())
-        if key not in self.digests:
-            self.digests[key] = digest_of(read_range(place, name))
+        if key not in self.values:
+            self.values[key] = self.compute(place, name)
             self.changed = True
-        return self.digests[key]
+        return self.values[key]
 
     def save(self) -> None:
-        """Write the digests, together with those that other runs have written meanwhile.
+        """Write the values, together with those that other runs have written meanwhile.
 
         If the folder cannot be written, the next run reads the images again.
         """
         if self.changed:
             with suppress(OSError):
-                self.store.write(self.file, json.dumps({**self.read(), **self.digests}).encode())
+                self.store.write(self.file, json.dumps({**self.read(), **self.values}).encode())
+
+
+def is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64
+
+
+def is_size(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
+
+
+def digest_range(place: FileRange, name: str) -> str:
+    return digest_of(read_range(place, name))

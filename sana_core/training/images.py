@@ -6,7 +6,7 @@ A bucket is the (width, height) that an image is trained at.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import SEEK_END, BytesIO
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +52,8 @@ CROP_RULE = 1
 # The largest training size in pixels.
 LARGEST_RESOLUTION = 8192
 Bucket = tuple[int, int]
+# size_of(place, name) returns (width, height) of the upright image at `place`. Its errors call the image `name`.
+SizeOf = Callable[[FileRange, str], tuple[int, int]]
 
 
 def image_endings() -> frozenset[str]:

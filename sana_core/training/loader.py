@@ -14,20 +14,26 @@ from ..checkpoints.fingerprint import digest_json
 from ..errors import SanaError
 from ..runtime.atomic_files import remove
 from ..runtime.cancellation import Poll
+from ..runtime.libraries import without_collection
 from . import schedule, states
 from .cache import (
+    SIZES,
     Batch,
     BrokenImages,
+    FileMemo,
     Pixels,
+    Store,
     Stream,
     digest_models,
     find_broken,
+    is_size,
     leave_out,
     load_encoders,
     model_ids,
     store_of,
 )
 from .dataset import Faults, Sample, is_unreadable, warn_of_skipped
+from .images import upright_size
 from .loss import Draw, draw_training, drop_captions
 from .previews import Inputs, encode_validation
 from .ranks import Ranks, check_same
@@ -49,8 +55,8 @@ def prepare_data(
     Each rank encodes a part of them. A run that streams encodes its images later, in each step. Returns the images of
     each phase, the inputs of the validation's images, and the digest of the models.
     """
-    samples = ranks.run_on_all(lambda: schedule.read_samples(settings, poll))
     store = store_of(settings)
+    samples = ranks.run_on_all(partial(list_samples, settings, store, poll))
     digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
     ids, broken, rank_part = model_ids(digests, settings.dtype), BrokenImages(), slice(ranks.rank, None, ranks.size)
 
@@ -95,6 +101,16 @@ def prepare_data(
     model = digest_json(digests)
     check_same(ranks, {states.MODEL: model, "images": [phase.digest for phase in data]}, "data")
     return data, inputs, model
+
+
+def list_samples(settings: TrainingSettings, store: Store, poll: Poll) -> list[list[Sample]]:
+    """Return the samples of each phase. Headers of unchanged images are not read again."""
+    sizes = FileMemo(store, SIZES, upright_size, is_size)
+    try:
+        with without_collection():
+            return schedule.read_samples(settings, poll, lambda place, name: tuple(sizes.of(place, name)))
+    finally:
+        sizes.save()
 
 
 class Microbatch(NamedTuple):

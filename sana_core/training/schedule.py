@@ -22,10 +22,11 @@ from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
 from ..runtime.checks import check_whole
 from ..runtime.file_ranges import FileRange
+from ..runtime.libraries import without_collection
 from ..runtime.text import get_logger
 from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset
-from .images import Bucket, Crop, choose_bucket, is_smaller
+from .images import MIDDLE, Bucket, Crop, SizeOf, choose_bucket, is_smaller, upright_size
 from .loss import CHOICE, generator
 from .settings import Phase, TrainingSettings
 
@@ -88,12 +89,12 @@ class PhaseData(NamedTuple):
     variants: dict[int, list[int]]
 
 
-def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
+def read_samples(settings: TrainingSettings, poll: Poll, size_of: SizeOf = upright_size) -> list[list[Sample]]:
     """Return the samples of each phase. They have control images if a ControlNet is trained."""
     has_controls = settings.method.kind == "controlnet"
     phases = []
     for phase in settings.phase:
-        samples = read_phase(phase, poll, settings.skip_broken)
+        samples = read_phase(phase, poll, settings.skip_broken, size_of)
         if has_controls:
             check_controls(samples)
         small = [sample for sample in samples if is_smaller(sample.size, sample.bucket)]
@@ -112,20 +113,20 @@ def read_samples(settings: TrainingSettings, poll: Poll) -> list[list[Sample]]:
     return phases
 
 
-def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False) -> list[Sample]:
+def read_phase(phase: Phase, poll: Poll, skip_broken: bool = False, size_of: SizeOf = upright_size) -> list[Sample]:
     """Return the samples of `phase` at all of its resolutions: the images of its data sets with their repeats, and the
     same number of regularisation images."""
     samples: list[Sample] = []
     for path, repeats, weight in itertools.zip_longest(phase.data, phase.repeats, phase.weights):
         weighted = [
             sample._replace(weight=1.0 if weight is None else weight)
-            for sample in read_dataset(Path(path), poll, skip_broken, phase.caption)
+            for sample in read_dataset(Path(path), poll, skip_broken, phase.caption, size_of)
         ]
         samples += weighted * (repeats or 1)
     prior = [
         sample
         for path in phase.regularisation
-        for sample in read_dataset(Path(path), poll, skip_broken, phase.regularisation_caption)
+        for sample in read_dataset(Path(path), poll, skip_broken, phase.regularisation_caption, size_of)
     ]
     for sample in itertools.islice(itertools.cycle(prior), len(samples)):
         samples.append(sample._replace(weight=phase.prior_loss_weight, prior=True))
@@ -151,20 +152,22 @@ def prepare_phase(
     # A streamed run only caches the empty prompt.
     cached = () if settings.stream else samples
     cache = build_cache(cached, store, encode, ids, poll, progress, broken)
-    variants = groups_of(samples)
-    learned, held_out = hold_out(samples, variants, settings.validation.share)
-    # Only the range of bytes of a file, because machines may have the same files under different paths.
-    described = [
-        (
-            (sample.name, sample.caption, sample.size, sample.bucket, sample.crop),
-            [file and file[1:] for file in (*sample.files, sample.control)],
-        )
-        for sample in samples
-    ]
-    order = [described, ids, learned, phase.batch, phase.accumulate]
-    entries = [[path.name for path in paths] for paths in (cache.latents, cache.texts, cache.controls) if paths]
-    # The files of a streamed data set are too large for a digest of their contents.
-    digest = digest_data(order, None if settings.stream else entries)
+    with without_collection():
+        variants = groups_of(samples)
+        learned, held_out = hold_out(samples, variants, settings.validation.share)
+        # Only the range of bytes of a file, because machines may have the same files under different paths.
+        described = [
+            (
+                (sample.name, sample.caption, sample.size, sample.bucket, sample.crop),
+                [file and file[1:] for file in (*sample.files, sample.control)],
+            )
+            for sample in samples
+        ]
+        order = [described, ids, learned, phase.batch, phase.accumulate]
+        entry_paths = filter(None, (cache.latents, cache.texts, cache.controls))
+        entries = [[path.rpartition("/")[2] for path in paths] for paths in entry_paths]
+        # The files of a streamed data set are too large for a digest of their contents.
+        digest = digest_data(order, None if settings.stream else entries)
     source = Stream(samples, encode, cache.empty) if settings.stream else cache
     return PhaseData(samples, source, learned, held_out, digest, variants)
 
@@ -182,7 +185,7 @@ def make_variants(samples: Sequence[Sample], phase: Phase) -> list[Sample]:
 def crops_of(sample: Sample, phase: Phase) -> list[Crop]:
     """Return the crops of an image: the middle, or `phase.crops` positions that depend on its name. `phase.flip` adds
     the mirror image of each."""
-    crops = [Crop()]
+    crops = [MIDDLE]
     if phase.crops > 1:
         corners = generator(CHOICE, (seed_of(sample.name),)).random((phase.crops, 2)).round(4).tolist()
         crops = [Crop(*corner) for corner in corners]
@@ -195,6 +198,8 @@ def captions_of(sample: Sample, phase: Phase) -> list[tuple[str, float]]:
     Each caption has `phase.tag_orders` orders of its tags, which commas divide. The first `phase.keep_tags` tags stay
     where they are (kohya's shuffle_caption and keep_tokens).
     """
+    if phase.tag_orders == 1:
+        return list(sample.captions)
     captions = []
     for caption, share in sample.captions:
         tags, orders = caption.split(", "), {caption: None}

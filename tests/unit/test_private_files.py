@@ -93,7 +93,14 @@ def test_no_file_of_a_training_tells_where_it_ran(tmp_path, monkeypatch, method)
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["train", str(settings)]) == 0, stream.getvalue()
     names = {name for name, _ in stream.contents}
-    assert {"cache/digests.json", "run.json", "log.jsonl", "validations.png", "pictures/step-0000002-00.png"} <= names
+    assert {
+        "cache/digests.json",
+        "cache/sizes.json",
+        "run.json",
+        "log.jsonl",
+        "validations.png",
+        "pictures/step-0000002-00.png",
+    } <= names
     check_private(stream, tmp_path, "private pictures", "a red circle", "portrait")
     # A guessed path has no digest that is in a file or its name.
     models = {name for name in names if name.startswith("cache/models/")}

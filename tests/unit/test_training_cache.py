@@ -122,7 +122,7 @@ def test_what_is_loaded_is_what_the_models_give_bit_for_bit(tmp_path, data, mode
 def test_the_padding_is_not_stored(tmp_path, data, models):
     cache = build(tmp_path / "cache", data, models)
     tokens = int(cache.load([1]).mask.sum())
-    assert cache.texts[1].stat().st_size < tokens * 64 * 4 + 1000 < 300 * 64 * 4 / 5
+    assert Path(cache.texts[1]).stat().st_size < tokens * 64 * 4 + 1000 < 300 * 64 * 4 / 5
 
 
 def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
@@ -284,7 +284,7 @@ def test_a_damaged_entry_is_named_when_it_is_loaded_and_made_anew_by_the_next_bu
     build(tmp_path / "cache", data, models)
     good = build(tmp_path / "cache", data, models).load([1])
     cache = build(tmp_path / "cache", data, models)
-    path = getattr(cache, kind)[1]
+    path = Path(getattr(cache, kind)[1])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ReadError, match=f"^cache: {path} .*; start again, which makes it again"):
         cache.load([1])
@@ -310,7 +310,7 @@ def test_a_start_reads_no_entry_and_the_first_use_checks_each_once(tmp_path, dat
 
 
 def test_a_start_encodes_images_again_whose_entries_are_too_short(tmp_path, data, models):
-    paths = build(tmp_path / "cache", data, models).latents
+    paths = list(map(Path, build(tmp_path / "cache", data, models).latents))
     paths[1].write_bytes(paths[1].read_bytes()[: 32 * 4 * 4])
     models.calls.clear()
     build(tmp_path / "cache", data, models)
@@ -319,7 +319,7 @@ def test_a_start_encodes_images_again_whose_entries_are_too_short(tmp_path, data
 
 def test_an_entry_that_went_away_is_named(tmp_path, data, models):
     cache = build(tmp_path / "cache", data, models)
-    cache.latents[2].unlink()
+    Path(cache.latents[2]).unlink()
     with pytest.raises(ReadError, match="^cache: .* cannot be read"):
         cache.load([2])
 
@@ -358,7 +358,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, data, models):
 
 
 def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(tmp_path, data, models, monkeypatch):
-    calls = cache.Digests.of
+    calls = cache.FileMemo.of
 
     def then_change(self, place, name):
         digest = calls(self, place, name)
@@ -367,7 +367,7 @@ def test_a_picture_that_changes_while_it_is_read_is_not_kept_under_the_old_key(t
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.Digests, "of", then_change)
+        patch.setattr(cache.FileMemo, "of", then_change)
         with pytest.raises(ReadError, match="^2.png: was written while it was read"):
             build(tmp_path / "cache", data, models)
     fresh = build(tmp_path / "fresh", data, models)

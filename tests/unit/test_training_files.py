@@ -12,6 +12,7 @@ import torch
 from checkpoints import CHECKPOINTS
 from pictures import write_pictures
 from PIL import Image
+from safetensors.torch import load_file
 
 from sana_core.checkpoints.fingerprint import digest_json
 from sana_core.errors import (
@@ -359,6 +360,27 @@ OTHER_FORMATS = [
     ("values.parameters", 3, "values.parameters: got 3, expected a list"),
     ("values.parameters.0", {"values": {}}, "values.parameters.0.subclasses: got nothing, expected a value"),
 ]
+
+
+def test_a_second_start_opens_only_images_that_have_changed(make, tmp_path, monkeypatch):
+    write_pictures(tmp_path / "pictures", 3)
+    settings = make(steps=1)
+    settings = replace(
+        settings,
+        phase=(replace(settings.phase[0], data=(str(tmp_path / "pictures"),), resolution=256),),
+        cache=str(tmp_path / "cache"),
+    )
+    trainer.train(settings)
+    opened, open_image = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda *values, **options: opened.append(1) or open_image(*values, **options))
+    trainer.train(settings)
+    assert not opened
+    before = set((tmp_path / "cache" / "latents").rglob("*.safetensors"))
+    Image.new("RGB", (64, 256), "red").save(next((tmp_path / "pictures").glob("*.png")))
+    trainer.train(settings)
+    (new,) = set((tmp_path / "cache" / "latents").rglob("*.safetensors")) - before
+    # The header, and then the pixels.
+    assert len(opened) == 2 and load_file(new)["latents"].shape == (32, 16, 4)
 
 
 @pytest.fixture(scope="module")
