@@ -4,8 +4,9 @@
 
 The model has the twenty blocks of 1.6B and a width of 64, so that its products take little time. `milliseconds` is the
 processor time of the thread in forward, backward, clipping and AdamW, the median of the rounds. Each round measures all
-ways in turn, and a ratio is the median of the ratios of the rounds. On a GPU, a compiled block also launches fewer
-kernels. That is not in these figures.
+ways in turn, and a ratio is the median of the ratios of the rounds. `launches` are the operations of a step that
+compute something: torch's own without views and new tensors, and the compiler's fused loops. A GPU has one kernel or
+more for each, except that it clips all gradients with a few.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._inductor.config
 from trainers import make_trainer, take_step
 
 from benchmarks.machine import host_speed, thread_seconds, write
@@ -26,6 +28,13 @@ from sana_core.training.schedule import TrainProgress
 from sana_core.training.settings import Method, Phase, TrainingSettings, check_settings
 
 WIDTH, SIDE, CAPTION = 64, 4, 64
+# Operations of torch that launch no kernel: views, new tensors, and those that only call others.
+VIEWS = (
+    "_local_scalar_dense _reshape_alias _unsafe_view alias as_strided chunk contiguous detach detach_ empty empty_like "
+    "empty_permuted empty_strided expand expand_as flatten is_nonzero item lift_fresh linear matmul movedim narrow "
+    "new_empty new_empty_strided permute reshape resize_ resolve_conj resolve_neg result_type select set_ slice split "
+    "split_with_sizes squeeze swapaxes t to transpose unbind unflatten unsqueeze view view_as"
+)
 WAYS = {"checkpointing": (True, False), "all values kept": (False, False), "compiled": (False, True)}
 
 
@@ -57,6 +66,27 @@ def step_of(checkpoint: bool, compiled: bool) -> Callable[[], object]:
     return lambda: take_step(trainer, data, [[0]], TrainProgress(), 1e-4)
 
 
+def launches(step: Callable[[], object]) -> int:
+    """Return the number of operations of a step that compute something. Inductor must profile its kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+
+    views = set(VIEWS.split())
+
+    def is_launch(event: Any) -> bool:
+        name = event.name.removeprefix("aten::")
+        return "cpp_fused" in name or (name != event.name and name not in views)
+
+    def launches_below(event: Any) -> bool:
+        return any(is_launch(child) or launches_below(child) for child in event.cpu_children)
+
+    return sum(is_launch(event) and not launches_below(event) for event in profiled.events())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21)
@@ -76,6 +106,8 @@ def main() -> None:
     figures["milliseconds"] = {way: round(1e3 * statistics.median(values), 1) for way, values in seconds.items()}
     figures["compiled / checkpointing"] = ratio("compiled", "checkpointing")
     figures["compiled / all values kept"] = ratio("compiled", "all values kept")
+    torch._inductor.config.cpp.enable_kernel_profile = True
+    figures["launches"] = {way: launches(step_of(*settings)) for way, settings in WAYS.items()}
     write(__file__, figures, only_print=options.show)
 
 
