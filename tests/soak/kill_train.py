@@ -49,7 +49,7 @@ CALLED = CHANGES | {"shutil.rmtree", "shutil.copyfile"}
 CALLS = 30
 FOREIGN = {"x.safetensors.part": b"mine", "steps.txt": b"mine", ".sana": b"mine", "pictures/notes.txt": b"mine"}
 # These files contain times and paths.
-TIMED = {"log.jsonl", "cache/digests.json"}
+TIMED = {"log.jsonl", "cache/digests.json", "cache/sizes.json"}
 
 Prepare = Callable[[Path], None]
 
