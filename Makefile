@@ -113,6 +113,7 @@ bench: setup
 	$(VENV) -m benchmarks.sampling
 	$(VENV) -m benchmarks.decode
 	$(VENV) -m benchmarks.decode --lite 512
+	$(VENV) -m benchmarks.decode_kl
 	$(VENV) -m benchmarks.memory
 	$(VENV) -m benchmarks.train_memory
 	$(VENV) -m benchmarks.train
@@ -125,6 +126,7 @@ bench: setup
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.batch
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.host_bound
 	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.host_time
+	OMP_NUM_THREADS=1 $(VENV) -m benchmarks.train_host
 
 # takes a Python that has torch, and installs nothing into it
 gpu:

@@ -5,7 +5,8 @@ import torch
 from in_process import NodeError
 
 WIDTHS = {"ch": 32, "ch_mult": [1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
-SHAPES = {"SD": 4, "FLUX": 16}
+# Channels of the latents, of which FLUX.2's VAE makes 2 x 2 positions.
+SHAPES = {"SD": 4, "FLUX": 16, "FLUX.2": 128}
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +15,11 @@ def kl(host):
     from comfy.sd import VAE
 
     def build(channels):
-        settings = {"double_z": True, "z_channels": channels, "resolution": 64, "in_channels": 3, "out_ch": 3, **WIDTHS}
-        vae = VAE(sd={"none": torch.ones(1)}, config={"params": {"ddconfig": settings, "embed_dim": channels}})
+        packed = channels == SHAPES["FLUX.2"]
+        inner = channels // 4 if packed else channels
+        settings = {"double_z": True, "z_channels": inner, "resolution": 64, "in_channels": 3, "out_ch": 3, **WIDTHS}
+        settings["batch_norm_latent"] = packed
+        vae = VAE(sd={"none": torch.ones(1)}, config={"params": {"ddconfig": settings, "embed_dim": inner}})
         vae.latent_channels = channels
         generator = torch.Generator().manual_seed(0)
         for name, value in vae.first_stage_model.named_parameters():
