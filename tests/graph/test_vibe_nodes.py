@@ -67,9 +67,18 @@ def test_the_canvas_edits_as_the_command_line(host, build, folder, image, node_t
     assert not [text for where, text in node_texts if where == "sample"]
 
 
-def test_core_nodes_make_the_same_edit(host, build, image):
-    ours = host.run(build())["latent"]["samples"]
-    graph = build()
+def with_guidance_nodes(graph):
+    """The graph with PAG and an interval on its MODEL."""
+    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})
+    graph["limit"] = ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.2, "end": 0.9})
+    graph["sample"][1]["model"] = ["limit", 0]
+    return graph
+
+
+@pytest.mark.parametrize("change", [lambda graph: graph, with_guidance_nodes])
+def test_core_nodes_make_the_same_edit(host, build, image, change):
+    ours = host.run(change(build()))["latent"]["samples"]
+    graph = change(build())
     graph |= {
         "positive": ("CLIPTextEncode", {"clip": ["load", 1], "text": TEXT}),
         "pixels": ("VAEEncode", {"pixels": ["image", 0], "vae": ["load", 2]}),
@@ -79,7 +88,7 @@ def test_core_nodes_make_the_same_edit(host, build, image):
         "guider": (
             "DualCFGGuider",
             {
-                "model": ["load", 0],
+                "model": graph["sample"][1]["model"],
                 "cond1": ["edit", 0],
                 "cond2": ["middle", 0],
                 "negative": ["empty", 0],
@@ -106,6 +115,32 @@ def test_core_nodes_make_the_same_edit(host, build, image):
     }
     theirs = host.run(graph)["latent"]["samples"]
     assert (ours - theirs).abs().max() <= 5e-5
+
+
+SKIPPED = {"double_layers": "1", "single_layers": "1", "start_percent": 0.0, "end_percent": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("node", "inputs"),
+    [
+        ("PerturbedAttentionGuidance", {"scale": 3.0}),
+        ("SkipLayerGuidanceDiT", {**SKIPPED, "scale": 3.0, "rescaling_scale": 0.0}),
+        # The empty prompt is the negative one, so that nothing of it is perpendicular.
+        ("PerpNeg", {"empty_conditioning": ["edit", 1], "neg_scale": 1.0}),
+    ],
+)
+def test_guidance_of_core_without_effect_changes_no_edit(host, build, node, inputs):
+    graph = build(model=("guidance", 0))
+    graph["guidance"] = (node, {"model": ["load", 0], **inputs})
+    expected = host.run(build())["latent"]["samples"]
+    assert (host.run(graph)["latent"]["samples"] - expected).abs().max() <= 5e-5
+
+
+def test_guidance_of_core_that_separates_the_passes_is_refused(host, build):
+    graph = build(model=("guidance", 0))
+    graph["guidance"] = ("SkipLayerGuidanceDiTSimple", {"model": ["load", 0], **SKIPPED})
+    with pytest.raises(NodeError, match="model: got SkipLayerGuidanceDiTSimple, which needs layers"):
+        host.run(graph)
 
 
 @pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
@@ -178,10 +213,7 @@ def test_a_split_edit_is_the_whole_edit(host, build):
 
 
 def test_guidance_nodes_work_on_edits(host, build, folder, image):
-    graph = build(model=("limit", 0))
-    graph["pag"] = ("SanaNodesPAG", {"model": ["load", 0], "scale": 2.0, "blocks": "1"})
-    graph["limit"] = ("SanaNodesGuidanceInterval", {"model": ["pag", 0], "start": 0.2, "end": 0.9})
-    caught = host.run(graph)
+    caught = host.run(with_guidance_nodes(build()))
     changes = {"pag_scale": 2.0, "pag_blocks": "1", "guidance_interval": (0.2, 0.9)}
     assert (shown(caught) - by_command(folder, image, **changes)).abs().max() <= BOUND
 

@@ -21,7 +21,7 @@ from ..compat.patches import CORE_NODES
 from ..report import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from comfy.model_patcher import ModelPatcher
 
@@ -114,9 +114,12 @@ def node_of(patch: Callable) -> str:
 def check_guidance(options: dict) -> None:
     """Raise InputError for a node whose guidance needs a result of its patch of a layer."""
     guidance = [*options.get("sampler_pre_cfg_function", ()), *options.get("sampler_post_cfg_function", ())]
-    waiting = set(map(node_of, guidance)) & set(unused(options["transformer_options"]))
-    if waiting:
-        names = ", ".join(sorted(waiting))
+    require_layers(set(map(node_of, guidance)) & set(unused(options["transformer_options"])))
+
+
+def require_layers(nodes: Iterable[str]) -> None:
+    """Raise InputError if there are `nodes`, whose guidance needs layers that SANA does not have."""
+    if names := ", ".join(sorted(nodes)):
         raise InputError(f"model: got {names}, which needs layers that SANA does not have; remove it, or use SANA PAG")
 
 

@@ -20,6 +20,7 @@ from ....sana_core.model.known_models import SPRINT, edits_images, is_video, mod
 from ....sana_core.model.reference import reference_of
 from ....sana_core.sampling.guidance import PerturbedAttention, image_shift, perturbed_attention
 from ..compat.patches import IMAGE_GUIDANCE, INTERVAL, PERTURBED, SHARED_MASK
+from .core_nodes import require_layers, unused
 from .model import SanaModel
 from .prompts import Prompt, PromptCondition
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SIGMA = "sana_sigma"
 # Keys in a conditioning with the latents of an image.
 IMAGES = {"concat_latent_image", "reference_latents"}
-# Key in the conditioning of a pass whose image was removed.
+# The part of the uuid of a pass whose image was removed.
 WITHOUT_IMAGE = "sana_without_image"
 # ComfyUI's name for multistep consistency sampling. For a flow model, its step equals a step of SCM.
 LCM = "sample_lcm"
@@ -78,11 +79,12 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
     if scale:
 
         def wrapper(executor, base, conds, *args):
-            if len(conds) < 2 or conds[0] is None or not all(map(is_without_image, conds[2:])):
+            place = find_positive(conds)
+            if place is None:
                 return executor(base, conds, *args)
-            *passes, perturbed = executor(base, [*conds, perturb(conds[0], attention)], *args)
+            *passes, perturbed = executor(base, [*conds, perturb(conds[place], attention)], *args)
             # Guidance computes u + g (c - u). The same shift of u and c shifts the result once.
-            shift = scale * (passes[0] - perturbed)
+            shift = scale * (passes[place] - perturbed)
             return [x0 + shift for x0 in passes]
 
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED, wrapper)
@@ -114,23 +116,28 @@ def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatche
     patched.set_attachments(INTERVAL, (start, end))
 
     def wrapper(executor, base, conds, x, sigma, options):
-        perturbed = [cond for cond in conds[2:] if not is_without_image(cond)]
-        if len(conds) < 2 or conds[1] is None or not all(map(is_perturbed, perturbed)):
+        place = find_positive(conds)
+        if place is None:
             return executor(base, conds, x, sigma, options)
         high, low = (base.model_sampling.percent_to_sigma(share) for share in (start, end))
         now = options.get("transformer_options", {}).get(SIGMA)
         if low <= (float(sigma[0]) if now is None else now) <= high:
             return executor(base, conds, x, sigma, options)
-        with_prompt, _, *perturbed_results = executor(base, [conds[0], None, *perturbed], x, sigma, options)
-        # The pass without an image is before the perturbed one.
-        return [*[with_prompt] * (len(conds) - len(perturbed)), *perturbed_results]
+        computed = [cond if i == place or is_perturbed(cond) else None for i, cond in enumerate(conds)]
+        results = executor(base, computed, x, sigma, options)
+        return [results[place] if cond is None else x0 for cond, x0 in zip(computed, results, strict=True)]
 
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, INTERVAL, wrapper)
     return patched
 
 
-def is_without_image(conds: list[dict] | None) -> bool:
-    return bool(conds) and WITHOUT_IMAGE in conds[0]
+def find_positive(conds: list[list[dict] | None]) -> int | None:
+    """Return the place of the positive prompt among the passes of a guided step. None: this call has another purpose.
+
+    Most guiders have it first, core's DualCFGGuider last.
+    """
+    fields = [cond and not is_perturbed(cond) and prompt_of(cond[0]).field for cond in conds]
+    return fields.index("positive") if len(conds) > 1 and "positive" in fields else None
 
 
 def add_image_guidance(patcher: ModelPatcher) -> None:
@@ -142,17 +149,24 @@ def add_image_guidance(patcher: ModelPatcher) -> None:
     if not edits_images(patcher.model.diffusion_model.config):
         return
 
-    def wrapper(executor, base, conds, *args):
-        # Core's DualCFGGuider has three conditionings, and the formula itself.
-        if len(conds) != 2 or not conds[0] or not conds[1]:
-            return executor(base, conds, *args)
+    def wrapper(executor, base, conds, x, sigma, options):
+        shared = options["transformer_options"]
+        if len(conds) == 1 and IMAGE_GUIDANCE in shared:
+            # Guidance of other nodes compares this pass with the shifted ones of the same step.
+            return [executor(base, conds, x, sigma, options)[0] + shared[IMAGE_GUIDANCE]]
+        shared.pop(IMAGE_GUIDANCE, None)
+        if conds[0] is None:
+            # The passes of SkipLayerGuidanceDiTSimple are two calls.
+            require_layers(unused(shared))
+        # Core's DualCFGGuider has the formula itself. Its positive prompt is the last one.
+        if find_positive(conds) != 0 or not conds[1]:
+            return executor(base, conds, x, sigma, options)
         guidance = conds[1][0].get(IMAGE_GUIDANCE, model.image_guidance)
         if guidance <= 1 or not any(cond.keys() & IMAGES for cond in conds[1]):
-            return executor(base, conds, *args)
-        without = list(map(remove_image, conds[1]))
-        positive, negative, neither = executor(base, [*conds, without], *args)
-        shift = image_shift(negative, neither, guidance)
-        return [positive + shift, negative + shift]
+            return executor(base, conds, x, sigma, options)
+        *passes, neither = executor(base, [*conds, list(map(remove_image, conds[1]))], x, sigma, options)
+        shared[IMAGE_GUIDANCE] = image_shift(passes[1], neither, guidance)
+        return [x0 + shared[IMAGE_GUIDANCE] for x0 in passes]
 
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, IMAGE_GUIDANCE, wrapper)
 
@@ -161,7 +175,7 @@ def remove_image(cond: dict) -> dict:
     """Return a copy of `cond` without the image, with a uuid that is the same in every step."""
     image = comfy.conds.CONDNoiseShape(torch.zeros_like(cond["model_conds"]["c_concat"].cond))
     pass_id = uuid.uuid5(cond["uuid"], WITHOUT_IMAGE)
-    return {**cond, "uuid": pass_id, WITHOUT_IMAGE: True, "model_conds": {**cond["model_conds"], "c_concat": image}}
+    return {**cond, "uuid": pass_id, "model_conds": {**cond["model_conds"], "c_concat": image}}
 
 
 def follow_reference(patcher: ModelPatcher) -> None:
