@@ -234,6 +234,8 @@ QWEN_VISION_FIELDS = {
     "num_position_embeddings": whole(1, 100_000),
     "deepstack_visual_indexes": each(whole(0, MOST_BLOCKS)),
 }
+# {number of blocks of Qwen3-VL's vision tower: blocks with deepstack features}. 27 is the default of transformers.
+DEEPSTACK = {24: [5, 11, 17], 27: [8, 16, 24]}
 
 
 def qwen_text(value: Any) -> bool:
@@ -245,8 +247,13 @@ def qwen_text(value: Any) -> bool:
 
 
 def qwen_vision(value: Any) -> bool:
-    """Whether the heads share the width, with rotary embeddings of rows and of columns, each of pairs."""
-    return section(QWEN_VISION_FIELDS)(value) and not value.get("hidden_size", 1152) % (4 * value.get("num_heads", 16))
+    """Whether the heads share the width, with rotary embeddings of rows and of columns, each of pairs, and whether the
+    blocks with deepstack features exist, and in a tower of a released depth are the released ones."""
+    if not section(QWEN_VISION_FIELDS)(value):
+        return False
+    depth, places = value.get("depth", 27), value.get("deepstack_visual_indexes", DEEPSTACK[27])
+    fits = DEEPSTACK.get(depth, places) == places and max(places, default=0) < depth
+    return fits and not value.get("hidden_size", 1152) % (4 * value.get("num_heads", 16))
 
 
 QWEN_FIELDS = {

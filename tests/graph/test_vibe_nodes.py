@@ -236,10 +236,24 @@ def test_wrong_inputs_are_one_line(host, build):
     with pytest.raises(NodeError, match="clip: got SanaTextModel, expected VIBE's Qwen3-VL"):
         host.run(graph)
     graph = build()
+    graph["encode"] = ("SanaNodesTextEncode", {"clip": ["load", 1], "text": TEXT, "instruction": True})
+    graph["sample"][1]["positive"] = ["encode", 0]
+    with pytest.raises(NodeError, match="clip: got EditTextModel, .* for VIBE use SANA Edit or CLIP Text Encode"):
+        host.run(graph)
+    graph = build()
     graph["latent"] = ("SanaNodesEmptyLatent", {"width": 128, "height": 96, "batch_size": 1})
     graph["sample"][1]["latent_image"] = ["latent", 0]
     with pytest.raises(NodeError, match="got images with latents of .* expected one like"):
         host.run(graph)
+
+
+@pytest.mark.parametrize("node", ["CLIPSave", "CheckpointSave"])
+def test_saving_a_clip_that_no_loader_reads_is_refused(host, node):
+    links = {"clip": ["load", 1]} | ({"model": ["load", 0], "vae": ["load", 2]} if node == "CheckpointSave" else {})
+    graph = {"load": ("SanaNodesLoader", {"model": NAME}), "save": (node, {**links, "filename_prefix": "no-reader"})}
+    with pytest.raises(NodeError, match="clip: got VIBE's CLIP, expected SANA's Gemma 2 to save"):
+        host.run(graph)
+    assert not list(host.output.glob("no-reader*"))
 
 
 def test_embeddings_of_another_clip_are_refused(host, build, folder):

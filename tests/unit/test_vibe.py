@@ -256,6 +256,13 @@ def changed_rope(folder, sections):
         (lambda folder: changed_rope(folder, [8]), "its config has text_config"),
         (lambda folder: changed_rope(folder, [24, 20, 20]), "its config has text_config"),
         (lambda folder: changed_config(folder, "vision_config", num_heads=3), "its config has vision_config"),
+        *(
+            (lambda folder, fields=fields: changed_config(folder, "vision_config", **fields), "config has vision_conf")
+            for fields in (
+                {"deepstack_visual_indexes": [0, 1, 4]},
+                {"depth": 24, "deepstack_visual_indexes": [5, 9, 17]},
+            )
+        ),
         (
             lambda folder: changed_head(folder, width=48),
             r"head of widths \[48, 64, 48\], expected 64 as in Qwen3-VL",

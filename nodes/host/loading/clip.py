@@ -234,7 +234,7 @@ def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, Tok
     else:
         raise InputError(
             f"clip: got {type(clip.cond_stage_model).__name__}, expected SANA's Gemma 2; "
-            "connect SANA Loader or SANA Load Text Encoder"
+            "connect SANA Loader or SANA Load Text Encoder, for VIBE use SANA Edit or CLIP Text Encode"
         )
     reading = read_prompt(split, text, instruction, MAX_TOKENS, reference)
     return clip.encode_from_tokens_scheduled(token_pairs(reading, pad_token)), reading

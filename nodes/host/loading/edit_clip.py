@@ -57,7 +57,8 @@ class EditTokenizer:
         return {KEY: [[((text, levels_of(all_images[0]) if all_images else None), 1.0, *(0,) * return_word_ids)]]}
 
     def state_dict(self) -> dict:
-        return {}
+        """Raise InputError. CLIPSave and CheckpointSave call this before they write a file, which no loader reads."""
+        raise InputError("clip: got VIBE's CLIP, expected SANA's Gemma 2 to save; keep the folder VIBE-Image-Edit")
 
 
 class EditTextModel(torch.nn.Module):
