@@ -5,7 +5,9 @@ import shutil
 import pytest
 import torch
 import vibe_models
+from host_cards import host_cards
 from in_process import NodeError
+from safetensors.torch import load_file, save_file
 
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings
@@ -191,6 +193,47 @@ def test_a_quantised_model_edits_nearly_the_same(host, build):
     assert 0 < (latents - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
+LORA = {"transformer_blocks.0.attn2.to_q": (64, 64), "transformer_blocks.1.ff.conv_inverted": (320, 64, 1, 1)}
+
+
+@pytest.fixture
+def lora(install, folder, tmp_path):
+    """The name of a LoRA's file, and a copy of the model into whose file the LoRA is merged with strength 0.8."""
+    merged, tensors = shutil.copytree(folder, tmp_path / NAME), {}
+    file = merged / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights, generator = load_file(file), torch.Generator().manual_seed(1)
+    for layer, (rows, columns, *kernel) in LORA.items():
+        down = 0.3 * torch.randn(4, columns, *kernel, generator=generator)
+        up = 0.3 * torch.randn(rows, 4, *kernel, generator=generator)
+        tensors |= {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+        weights[f"{layer}.weight"] += 0.8 * (up.flatten(1) @ down.flatten(1)).reshape(LORA[layer])
+    save_file(weights, file)
+    return install("loras", "edit.safetensors", tensors), merged
+
+
+@pytest.mark.parametrize("loader", ["SanaNodesLoraLoader", "LoraLoaderModelOnly"])
+def test_an_edit_with_a_lora_is_the_edit_with_merged_weights(host, build, folder, image, lora, loader):
+    name, merged = lora
+    graph = build(model=("lora", 0))
+    graph["lora"] = (loader, {"model": ["load", 0], "lora_name": name, "strength_model": 0.8})
+    expected = by_command(merged, image)
+    assert (shown(host.run(graph)) - expected).abs().max() <= BOUND
+    by_option = by_command(folder, image, loras=((host.models / "loras" / name, 0.8),))
+    assert (by_option - expected).abs().max() <= BOUND
+    assert (by_command(folder, image) - expected).abs().max() > 0.1
+
+
+def test_a_cancelled_edit_leaves_the_next_one_as_it_is(host, build, watched):
+    import comfy.model_management
+
+    expected = host.run(build())["latent"]["samples"]
+    watched(lambda value, *_: comfy.model_management.interrupt_current_processing(value == 2))
+    with pytest.raises(InterruptedError, match="sample"):
+        host.run(build())
+    watched(lambda *_: None)
+    assert torch.equal(host.run(build(), keep_cache=True)["latent"]["samples"], expected)
+
+
 def batched(graph, devices):
     links = {"model": ["load", 0], "positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
     sampling = {"seed": 2, "steps": STEPS, "guidance": 4.5, "sampler": "flow_dpmpp_2m", "count": 2, "chunk": 0}
@@ -203,6 +246,22 @@ def batched(graph, devices):
 def test_a_batch_makes_the_same_edits(host, build, devices):
     caught = host.run(batched(build(), devices))
     assert torch.equal(caught["batch"]["samples"][1], caught["latent"]["samples"][0])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", "NO_VRAM"])
+@pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler", "SanaNodesSplitPicture"])
+def test_edits_on_gpus_are_the_cpus(host, build, state, node):
+    expected = host.run(build())
+    graph = build(model=("split" if node == "SanaNodesSplitPicture" else "load", 0))
+    graph["split"] = ("SanaNodesSplitPicture", {"model": ["load", 0], "devices": "all"})
+    if node == "SanaNodesBatchSampler":
+        graph = batched(graph, "all")
+    with host_cards(host, 2, state):
+        got = host.run(graph)
+    assert (got["image"] - expected["image"]).abs().max() <= BOUND
+    if "batch" in got:
+        assert (got["batch"]["samples"][1] - expected["latent"]["samples"][0]).abs().max() <= BOUND
 
 
 def test_a_split_edit_is_the_whole_edit(host, build):
