@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
-from .batch.pipeline import Conditioning, SamplingSettings, load_models, resolve_settings, sample
-from .batch.pipeline import decode as decode_images
-from .batch.plan import ImageInputs, batch_images
+from .batch.pipeline import Request, SamplingSettings, load_decoder, local_devices, resolve_settings
+from .batch.plan import FailedImage, Generated, ImageInputs, Workload, batch_images
+from .batch.progress import no_status
 from .checkpoints import find_part, inspect_checkpoint
 from .checkpoints.checkpoint import Source
-from .checkpoints.generation import latent_scale, record_of
-from .checkpoints.load import load_instruction_reader
+from .checkpoints.generation import record_of
+from .checkpoints.load import config_of, load_instruction_reader
 from .decode import encode_images
 from .errors import InputError
+from .generate import collect, find_backend
 from .model.instruction import empty_instruction, encode_instruction
-from .model.known_models import VIBE, ImageModel, edit_size
-from .runtime.checks import check_finite, check_number
+from .model.known_models import VIBE, edit_size, edits_images
+from .runtime.checks import check_number
 from .runtime.image_files import levels
 from .sampling.guidance import LARGEST_GUIDANCE, EditImage
 
@@ -40,25 +41,27 @@ def edit_images(
     count: int = 1,
     settings: SamplingSettings | None = None,
     image_guidance: float | None = None,
-    device: str | torch.device = "cpu",
+    devices: Sequence[str | torch.device] | None = None,
+    split: bool = False,
 ) -> torch.Tensor:
     """Return images [len(prompts) * count, 3, H, W] in [-1, 1], float32 on the CPU: `image` changed by each prompt.
 
     `image` is uint8 [3, H, W]. The results have its size, and `settings` have no effect on it. Without an image, the
     prompts describe the images. Image i of each prompt uses seed + i. `image_guidance` None: the model's, 1.2. At 1 and
-    below, a step has two passes in place of three. Raises InputError for settings that VIBE does not have, and as the
-    loaders do.
+    below, a step has two passes in place of three. `devices` and `split`: as in `generate`; the first device reads the
+    prompts and the image. Raises InputError for settings that VIBE does not have, and as the loaders do.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    settings, device = settings or SamplingSettings(), torch.device(device)
+    settings, used_devices = settings or SamplingSettings(), local_devices(devices)
     specs, info = batch_images(len(prompts), count, seed), inspect_checkpoint(checkpoint)
     part = find_part(info, "transformer")
-    record = record_of(part)
-    if not isinstance(record, ImageModel) or not record.architecture.edits:
-        raise InputError(f"checkpoint: got {record.title}, expected {VIBE.title} to edit images; choose its folder")
+    if not edits_images(config_of(part)):
+        raise InputError(
+            f"checkpoint: got {record_of(part).title}, expected {VIBE.title} to edit images; choose its folder"
+        )
     if settings.negative_prompt:
         raise InputError("negative_prompt: got a text for VIBE, which has no negative prompt; leave it out")
-    image_guidance = record.image_guidance if image_guidance is None else image_guidance
+    image_guidance = VIBE.image_guidance if image_guidance is None else image_guidance
     check_number("image_guidance", image_guidance, 0, LARGEST_GUIDANCE)
     if image is not None:
         if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
@@ -68,27 +71,29 @@ def edit_images(
         settings = settings._replace(width=width, height=height)
     resolved = resolve_settings(settings, info)
 
-    # Qwen3-VL and DC-AE overflow in float16.
+    # Qwen3-VL overflows in float16.
     safe = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-    reader = load_instruction_reader(info, device, safe)
+    reader = load_instruction_reader(info, used_devices[0], safe)
     texts = [encode_instruction(reader, prompt, image) for prompt in prompts]
-    embeddings = [(text, torch.ones(text.shape[:2])) for text in (*texts, empty_instruction(reader.head, texts[0]))]
+    texts.append(empty_instruction(reader.head, texts[0]))
+    *embeddings, negative = [(embeds.cpu(), torch.ones(embeds.shape[:2])) for embeds in texts]
     del reader
-    models = load_models(info, device, resolved, find_part(info, "autoencoder"))
-    assert models.autoencoder is not None
-    scale, inputs = latent_scale(info), ImageInputs()
+    inputs = ImageInputs()
     if image is not None:
-        pixels = resize(image, (resolved.width, resolved.height))[None].to(device) / 255 * 2 - 1
-        latents = encode_images(models.autoencoder, pixels.to(safe)).float() * scale
+        autoencoder = load_decoder(info, used_devices[0], settings.dtype)
+        pixels = resize(image, (resolved.width, resolved.height))[None] / 255 * 2 - 1
+        latents = encode_images(autoencoder, pixels.to(autoencoder.dtype)).float() * autoencoder.config.scaling_factor
         inputs = ImageInputs(edit=EditImage(latents, image_guidance))
-    images = []
-    for spec in specs:
-        prompt = Conditioning([embeddings[spec.prompt]], embeddings[-1])
-        latents = sample(models, resolved, (spec,), prompt, images=inputs)
-        check_finite("samples", latents)
-        (edited,) = decode_images(models.autoencoder, latents, scale=scale)
-        if image is not None and image.shape != edited.shape:
+        del autoencoder
+    workload = Workload(prompts, specs, encoded=(dict(zip(prompts, embeddings, strict=True)), negative), inputs=inputs)
+    generated = find_backend(None, no_status, split)
+
+    def in_size_of_image(request: Request) -> Generator[Generated, None, None]:
+        for spec, edited in generated(request):
+            if image is None or isinstance(edited, FailedImage) or edited.shape == image.shape:
+                yield spec, edited
+                continue
             shown = torch.from_numpy(levels(edited)).movedim(-1, 0)
-            edited = resize(shown, (image.shape[2], image.shape[1])) / 127.5 - 1
-        images.append(edited)
-    return torch.stack(images)
+            yield spec, resize(shown, (image.shape[2], image.shape[1])) / 127.5 - 1
+
+    return collect(in_size_of_image, Request(workload, info, resolved, used_devices))

@@ -87,7 +87,8 @@ FIXED, FUSED_FIXED = 4_300_000, 2_700_000
 class Passes(NamedTuple):
     """Forwards of the transformer for each image in a step. They run as one batch.
 
-    Guidance needs one pass without the prompt and one with it. Perturbed attention (PAG) adds a third.
+    Guidance needs one pass without the prompt and one with it. Perturbed attention (PAG) adds a pass, and so does the
+    image guidance of an edit.
     """
 
     computed: int
@@ -100,15 +101,20 @@ GUIDED = Passes(2, 2)
 MOST_PASSES = Passes(3, 5)
 
 
-def count_passes(guidance: float | None, perturbed: bool, interval: tuple[float, float] = (0.0, 1.0)) -> Passes:
+def count_passes(
+    guidance: float | None,
+    perturbed: bool,
+    interval: tuple[float, float] = (0.0, 1.0),
+    image_guided: bool = False,
+) -> Passes:
     """Return the passes of a step. `guidance` None: the model's default. `interval`: where guidance acts, as shares."""
-    guided = guidance != 1
+    guided = (1 + image_guided) * (guidance != 1)
     computed = guided + 1 + perturbed
     if not guided or interval == (0.0, 1.0):
         return Passes(computed, computed)
-    # Steps outside of the interval do not compute the pass without a prompt, so their batch is smaller. The keys and
+    # Steps outside of the interval do not compute the passes without a prompt, so their batch is smaller. The keys and
     # values of both batches stay in memory until the last step.
-    return Passes(computed, computed + computed - 1)
+    return Passes(computed, computed + computed - guided)
 
 
 def count(shapes: Iterable[tuple[int, ...]]) -> int:

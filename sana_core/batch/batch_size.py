@@ -70,14 +70,15 @@ def largest_chunk(
     device: torch.device,
     loaded: bool = False,
     prompts: int = LARGEST_CHUNK,
+    image_guided: bool = False,
 ) -> int:
     """Return the number of images that `device` should sample together.
 
     With `loaded`, the weights are already on the device. `prompts` is the number of different prompts of the
-    batch, by default one for each image.
+    batch, by default one for each image. `image_guided`: edits have a third pass.
     """
     dtype = getattr(torch, settings.dtype)
     room = free_bytes(device) - (0 if loaded else weight_bytes(checkpoint, dtype))
-    passes = count_passes(settings.guidance, settings.pag_scale != 0, settings.guidance_interval)
+    passes = count_passes(settings.guidance, settings.pag_scale != 0, settings.guidance_interval, image_guided)
     size, model = (settings.width, settings.height), architecture(find_part(checkpoint, "transformer").headers)
     return images_that_fit(device, room, model, *size, dtype, prompts, passes)

@@ -127,7 +127,9 @@ def prepare(
     own_devices = local_devices(devices)
     checkpoint = inspect_checkpoint(checkpoint)
     if edits_images(config_of(find_part(checkpoint, "transformer"))):
-        raise InputError("checkpoint: got VIBE, which runs on one device alone; use generate --edit, or edit_images")
+        raise InputError(
+            "checkpoint: got VIBE, expected a model of prompts alone; use the command generate, or edit_images"
+        )
     return Request(workload, checkpoint, resolve_settings(settings, checkpoint), own_devices)
 
 

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
     failure: FailedImagesError | None = None
     failures: list[SanaError] = []
     try:
-        if is_vibe and devices:
-            images = edited(arguments, checkpoint, settings, devices[0])
+        if is_vibe:
+            images = edited(arguments, checkpoint, settings, devices)
         else:
             images = generate(arguments.prompts, checkpoint, arguments.seed, arguments.count, *where, **options)
     except FailedImagesError as error:

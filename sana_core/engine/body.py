@@ -41,6 +41,7 @@ from ..runtime.accelerator import empty_cache, is_driver_error, is_out_of_memory
 from ..runtime.cancellation import Poll, Polled
 from ..runtime.folder_lock import OWN, check_run
 from ..runtime.text import Json, get_logger
+from ..sampling.guidance import EditImage
 from ..sampling.masked import InitImage
 from .switches import set_switches
 
@@ -146,6 +147,8 @@ class Job(NamedTuple):
     latents: bool = False
     # The packed latents and the packed mask of the image that all images start from.
     init: tuple[Packed, Packed | None] | None = None
+    # VIBE only: the packed latents of the image to edit, and the image guidance.
+    edit: tuple[Packed, float] | None = None
     # A chain of ControlNets, the first one first.
     controls: tuple[ControlSpec, ...] = ()
     # Whether the latents of each step are returned.
@@ -250,8 +253,10 @@ class Body:
             release_memory_of(failed, self.device)
         if job.fixed_chunk:
             return None
-        checkpoint = self.inspect(job.transformer)
-        return largest_chunk(checkpoint, job.settings, self.device, loaded=True, prompts=job.prompts)
+        checkpoint, guided = self.inspect(job.transformer), job.edit is not None and job.edit[1] > 1
+        return largest_chunk(
+            checkpoint, job.settings, self.device, loaded=True, prompts=job.prompts, image_guided=guided
+        )
 
     def load_missing(self, job: Job) -> None:
         """Load the models and the ControlNets that are not loaded."""
@@ -367,13 +372,16 @@ class Body:
         if self.job.init is not None:
             image, mask = self.job.init
             init = InitImage(unpack(image), None if mask is None else unpack(mask))
+        edit = None
+        if self.job.edit is not None:
+            edited, guidance = self.job.edit
+            edit = EditImage(unpack(edited).to(self.device), guidance)
         control = None
         for spec in self.job.controls:
             controlnet, hint = self.controlnets[spec.model], unpack(spec.latents)
             control = Control(controlnet, hint, spec.strength, spec.interval, control)
-        if self.job.previews:
-            return ImageInputs(control, init, latents, preview=self.preview)
-        return ImageInputs(control, init, latents, callback=self.step)
+        show = {"preview": self.preview} if self.job.previews else {"callback": self.step}
+        return ImageInputs(control, init, latents, edit=edit, **show)
 
     def step(self, step: Step) -> None:
         self.post("step", step.step, step.sigma, pack(step.latents) if self.job.steps else None, list(step.images))

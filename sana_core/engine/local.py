@@ -93,7 +93,7 @@ def make_job(request: Request, described: Json | None) -> Job:
     """Return the job for workers of this machine."""
     workload, checkpoint, settings, _ = request
     path = str(checkpoint.path.absolute())
-    init = workload.inputs.init
+    init, edit = workload.inputs.init, workload.inputs.edit
     return Job(
         settings,
         path,
@@ -104,6 +104,7 @@ def make_job(request: Request, described: Json | None) -> Job:
         ),
         described=described,
         init=None if init is None else (pack(init.latents), None if init.mask is None else pack(init.mask)),
+        edit=None if edit is None else (pack(edit.latents), edit.guidance),
         steps=workload.inputs.callback is not None,
         prompts=workload.count_prompts(),
         fixed_chunk=bool(workload.chunk),

@@ -191,12 +191,25 @@ def test_the_command_line_writes_the_edit_in_the_size_of_the_image(vibe, tmp_pat
     assert abs(written - ((expected[0] + 1) * 127.5).movedim(0, -1).numpy()).max() <= 0.51
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_several_devices_make_the_edits_of_one(vibe, split):
+    image, settings = pixels(photo(300, 200)), SamplingSettings(steps=2)
+    alone, together = (
+        sana_core.edit_images([TEXT, "add snow"], vibe[0], image, 5, 2, settings, devices=devices, split=is_split)
+        for devices, is_split in ((["cpu"], False), (["cpu", "cpu"], split))
+    )
+    # The images of a split differ by rounding, before their size becomes the size of the original.
+    assert (alone - together).abs().max() <= (1 / 127 if split else 0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--negative-prompt", "x"], "negative_prompt: got it for VIBE"),
         (["--width", "512"], "width: got it for VIBE"),
-        (["--split"], "split: got it for VIBE"),
+        (["--chunk", "2"], "chunk: got it for VIBE"),
+        (["--cluster", "auto"], "cluster: got it for VIBE"),
+        (["--split"], "devices: got cpu to share an image, expected two or more"),
         *((["--image-guidance", value], f"image_guidance: got {value}") for value in ("-1.0", "100.5", "nan", "inf")),
     ],
 )
