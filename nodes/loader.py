@@ -73,6 +73,8 @@ def load_whole(
     """
     from ..sana_core.checkpoints import find_part, inspect_checkpoint
     from ..sana_core.checkpoints.generation import checkpoint_notes
+    from ..sana_core.checkpoints.load import config_of
+    from ..sana_core.model.known_models import edits_images
     from ..sana_core.video.generate import check_vae
     from .host.loading.clip import load_clip
     from .host.loading.edit_clip import load_edit_clip
@@ -88,7 +90,7 @@ def load_whole(
     # The demo model was trained on prompts in lower case without such marks.
     notes = [] if name in MODELS else checkpoint_notes(checkpoint, reference)
     lines = [patcher.model.model_config.text, *notes]
-    is_edit = any(part.kind == "edit_head" for part in checkpoint.components)
+    is_edit = transformer is not None and edits_images(config_of(transformer))
     clip = load_edit_clip(checkpoint) if is_edit else load_clip(checkpoint, reference)
     return io.NodeOutput(patcher, clip, load_vae(checkpoint), ui=shown("\n".join(lines)))
 

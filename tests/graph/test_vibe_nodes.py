@@ -243,9 +243,24 @@ def batched(graph, devices):
 
 
 @pytest.mark.parametrize("devices", ["default", "cpu x 2"])
-def test_a_batch_makes_the_same_edits(host, build, devices):
-    caught = host.run(batched(build(), devices))
+@pytest.mark.parametrize("change", [lambda graph: graph, with_guidance_nodes])
+def test_a_batch_makes_the_same_edits(host, build, node_texts, devices, change):
+    graph = batched(change(build()), devices)
+    graph["batch"][1]["model"] = graph["sample"][1]["model"]
+    caught = host.run(graph)
     assert torch.equal(caught["batch"]["samples"][1], caught["latent"]["samples"][0])
+    assert not [text for where, text in node_texts if where == "batch" and "only cpu generates" in text]
+
+
+def test_a_batch_with_two_different_images_is_edited_by_one_device(host, build, node_texts):
+    graph = batched(build(), "cpu x 2")
+    graph["grey"] = ("EmptyImage", {"width": 608, "height": 416, "batch_size": 1, "color": 0x808080})
+    graph["other"] = ("SanaNodesEdit", {**graph["edit"][1], "image": ["grey", 0]})
+    for node in ("batch", "sample"):
+        graph[node][1]["negative"] = ["other", 1]
+    caught = host.run(graph)
+    assert torch.equal(caught["batch"]["samples"][1], caught["latent"]["samples"][0])
+    assert any("negative: got another image than positive" in text for where, text in node_texts if where == "batch")
 
 
 @pytest.mark.usefixtures("one_thread")

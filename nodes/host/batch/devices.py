@@ -22,7 +22,8 @@ from ....sana_core.batch.batch_size import images_that_fit
 from ....sana_core.batch.plan import Chunk, ImageSpec, sampled_together
 from ....sana_core.engine.body import ALIVE, PREVIEW
 from ....sana_core.errors import InputError
-from ....sana_core.model.known_models import SPRINT, Architecture
+from ....sana_core.memory import count_passes
+from ....sana_core.model.known_models import SPRINT, model_of
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.accelerator import is_driver_error
 from ....sana_core.runtime.cancellation import Poll, Polled
@@ -130,11 +131,10 @@ def chunk_that_fits(model: ModelPatcher, shape: torch.Size, device: torch.device
         if loaded.load_device == device:
             free += loaded.loaded_size()
     height, width = (side * DOWNSCALE for side in shape[2:])
-    config = model.model.diffusion_model.config
-    width_of_model = config.num_attention_heads * config.attention_head_dim
-    architecture = Architecture(width_of_model, config.num_layers, config.qk_norm is not None, config.guidance_embeds)
-    available = free - model.model_size()
-    return images_that_fit(device, available, architecture, width, height, model.model.get_dtype_inference())
+    architecture = model_of(model.model.diffusion_model.config).architecture
+    available, dtype = free - model.model_size(), model.model.get_dtype_inference()
+    most_passes = count_passes(None, True, (0.0, 0.5), architecture.edits)
+    return images_that_fit(device, available, architecture, width, height, dtype, passes=most_passes)
 
 
 class CanvasBody:

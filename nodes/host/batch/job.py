@@ -20,15 +20,15 @@ from ....sana_core.engine.body import ControlSpec, Job, Packed, pack
 from ....sana_core.engine.switches import read_switches
 from ....sana_core.errors import InputError
 from ....sana_core.model.forward import longest_prompt
-from ....sana_core.model.known_models import MAX_TOKENS, SPRINT
+from ....sana_core.model.known_models import MAX_TOKENS, SPRINT, edits_images, model_of
 from ....sana_core.model.latents import DOWNSCALE, LARGEST_BATCH
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
 from ..compat.internals import check_files, loaded_from, path_of
-from ..compat.patches import INTERVAL, PERTURBED, WEIGHTS, staying
+from ..compat.patches import IMAGE_GUIDANCE, INSTRUCTION, INTERVAL, PERTURBED, WEIGHTS, staying
 from ..loading.controlnet import SanaControlNet, encode_hints
 from ..loading.vae import check_image_vae, vae_path
 from ..sampling.core_nodes import ENCODED
-from ..sampling.guidance import require_images
+from ..sampling.guidance import IMAGES, require_images
 from ..sampling.model import check_prompt_width
 from ..sampling.prompts import Prompt
 from ..sampling.sampler import model_shift, sana_latents
@@ -93,6 +93,8 @@ def check_batch(batch: BatchInputs) -> BatchInputs:
 
 # Entries of a CONDITIONING of SANA Text Encode and of Apply ControlNet, in addition to the embeddings.
 PLAIN = {"pooled_output", "attention_mask", ENCODED, "control", "control_apply_to_uncond"}
+# The same of SANA Edit. VIBE's prompts have no mask.
+EDITED = (PLAIN - {"attention_mask"}) | IMAGES | {IMAGE_GUIDANCE, INSTRUCTION}
 # ComfyUI's classes of flow matching. They compute what sana_core computes, for any shift.
 FLOW = {
     comfy.model_sampling.CONST,
@@ -167,6 +169,7 @@ def describe_job(
         latent_scale=model.model.latent_format.scale_factor,
         latents=True,
         init=init_image(batch, reader),
+        edit=edited_image(batch, reader),
         controls=describe_controls(batch, hints, reader),
         previews=True,
         prompts=len(prompts),
@@ -203,7 +206,8 @@ def plain_prompts(field: str, batch: BatchInputs, reader: Reader) -> list[Embedd
     if len(conditioning) != 1:
         raise InputError(f"{field}: got {len(conditioning)} combined prompts, {reader.name} takes one; write one text")
     ((embeds, options),) = conditioning
-    unsupported = sorted(key for key, value in options.items() if key not in PLAIN and value is not None)
+    usable = EDITED if edits_images(batch.model.model.diffusion_model.config) else PLAIN
+    unsupported = sorted(key for key, value in options.items() if key not in usable and value is not None)
     if unsupported:
         raise InputError(f"{field}: got {', '.join(unsupported)}, which {reader.name} cannot use; {reader.remedy}")
     check_prompt_width(field, embeds, batch.model.model.diffusion_model)
@@ -235,6 +239,25 @@ def init_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, Packed | Non
     if not latents.any():
         return None
     return pack(batch.model.model.process_latent_in(latents)), None if mask is None else pack(mask)
+
+
+def edited_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, float] | None:
+    """Return the latents in the model's scale and the guidance of the image that VIBE edits. None: without an image.
+
+    Raises InputError if the two prompts have different images.
+    """
+    ((_, positive),), ((_, negative),), noise = batch.positive, batch.negative, batch.latent["samples"]
+    model = batch.model.model
+    record = model_of(model.diffusion_model.config)
+    if not record.architecture.edits or not IMAGES & (positive.keys() | negative.keys()):
+        return None
+    image, other = (
+        model.edited_latents(field, noise, **options)
+        for field, options in (("positive", positive), ("negative", negative))
+    )
+    if not torch.equal(image, other):
+        raise InputError(f"negative: got another image than positive, which {reader.name} cannot use; {reader.remedy}")
+    return pack(image), negative.get(IMAGE_GUIDANCE, record.image_guidance)
 
 
 def describe_controls(batch: BatchInputs, hints: Mapping[int, torch.Tensor], reader: Reader) -> tuple[ControlSpec, ...]:

@@ -30,8 +30,9 @@ WEIGHTS = "diffusion_model."
 # Patches of the loader. Training uses the same ones.
 LOADED = {CORE_NODES, KEEP, SHARED_MASK, SPRINT}
 # Patches of a MODEL with which a cluster can generate. It has the loader's patches, receives the settings of guidance
-# as attachments, and generates the same images without SANA Split Image and MultiGPU CFG Split.
-TRAVELLING = LOADED | {INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
+# as attachments or with the image of an edit, and generates the same images without SANA Split Image and MultiGPU CFG
+# Split.
+TRAVELLING = LOADED | {IMAGE_GUIDANCE, INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
 
 
 def staying(model: ModelPatcher) -> set[str]:
