@@ -239,7 +239,7 @@ def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> lis
     The first value is for a fast host, the second one for a slow host. Steps and guidance are the model's defaults.
     """
     model = VARIANTS[variant]
-    steps, passes = (SPRINT_DEFAULTS.steps, 1) if model.guidance_embeds else (DEFAULTS.steps, 2)
+    steps, passes = (SPRINT_DEFAULTS.steps, 1) if model.guidance_embeds else (DEFAULTS.steps, 2 + model.edits)
     step = work_of(model, width // DOWNSCALE, height // DOWNSCALE, passes, torch.bfloat16.itemsize)
     decode = decode_work(width, height)
     return [steps * step.seconds(speed) + decode.seconds(speed) for speed in gpu.speeds]

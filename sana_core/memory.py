@@ -18,16 +18,20 @@ from .decode.plan import Planner
 from .decode.run import TILES
 from .decode.stages import Stages
 from .errors import InputError
+from .model.instruction import MOST_PIXELS, PATCH
 from .model.known_models import (
     DECODERS,
     ENCODER_PARAMETERS,
     GPU_SIZES,
+    INSTRUCTION_PARAMETERS,
     MAX_TOKENS,
     POSITIONED,
     TEXT_HIDDEN,
     TEXT_PARAMETERS,
     TEXT_WIDTH,
     VARIANTS,
+    VIBE,
+    WIDTHS,
     Architecture,
     Decoder,
 )
@@ -69,12 +73,18 @@ class ImagePlan(MemoryPlan):
     """The result of `plan_memory`."""
 
     vae: str
+    # VIBE only: the encode of the image to edit.
+    encode: DecodePlan | None
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Bytes of a GPU that the driver and the kernels use.
 CONTEXT = 600 * 10**6
 INSTRUCTION_TOKENS = 280
+# The most patches of an image that Qwen3-VL reads. Elements that each patch has alive at once in the dtype of the model
+# (15 maps of the vision tower's width), and bytes in fp32 (the values of a patch, 3.5 times).
+READ_PATCHES, READ_ELEMENTS, READ_BYTES = MOST_PIXELS // PATCH**2, 15 * 1024 + 200, 3.5 * 1536 * 4
+ENCODER_STAGES = Stages(WIDTHS, (2, 2, 2, 3, 3, 3), 3, 2, False, True)
 # Maps [batch, positions, width] that are alive at once in a block, including the gated feed-forward's. The first number
 # is for a CPU, the second for an accelerator with the fused kernels (without them it is 13.2).
 MAPS, FUSED_MAPS = 12.0, 10.5
@@ -117,6 +127,11 @@ def count_passes(
     return Passes(computed, computed + computed - guided)
 
 
+def is_image_guided(model: Architecture, image_guidance: float | None = None) -> bool:
+    """Whether a step has the pass without an image. None: the model's default, which is above 1 for VIBE."""
+    return model.edits and (image_guidance is None or image_guidance > 1)
+
+
 def count(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
@@ -134,7 +149,7 @@ def transformer_parameters(model: Architecture) -> int:
     # Distilled models embed the guidance like the time.
     embedders = (2 if model.guidance_embeds else 1) * ((256 + 1) * width + square) + 6 * square
     captions = (TEXT_WIDTH + 1) * width + square + width
-    ends = (CHANNELS + 1) * width + 2 * width + (width + 1) * CHANNELS
+    ends = (CHANNELS * (1 + model.edits) + 1) * width + 2 * width + (width + 1) * CHANNELS
     return model.layers * block + embedders + captions + ends
 
 
@@ -187,7 +202,7 @@ def transformer_bytes(
     rows = passes.computed * batch
     # The scale-shift table of each block with six vectors, its sum with the time of each row, and the embedded time.
     modulation = ((rows + 1) * 6 * model.layers + 7 * rows) * model.width * item
-    latents = rows * CHANNELS * height * width * item
+    latents = rows * CHANNELS * (1 + model.edits) * height * width * item
     unit = rows * height * width * model.width * item
     block = (FUSED_MAPS if accelerator else MAPS) * unit
     if dtype == torch.bfloat16 and not accelerator:
@@ -208,17 +223,19 @@ def plan_memory(
     vae: str = "dc-ae-f32c32",
     prompts: int = 1,
     pag: bool = False,
+    image_guidance: float | None = None,
 ) -> ImagePlan:
     """Return the bytes of each stage of generating `batch` images of `width` x `height` pixels together.
 
     `prompts` is the number of different prompts of the images, `vae` decodes them. With `pag`, perturbed attention
-    adds a pass to each step.
+    adds a pass to each step, and so does VIBE's `image_guidance` above 1. None: the model's default.
 
     The activations of "decode" belong to the method "auto". "peak" is the largest stage with its weights, if the other
     weights are not on the GPU. "smallest" is the same with the smallest decode. "fits" is whether GPUs of 4 to 24 GiB
     have that much.
 
-    Raises InputError for an unknown variant, dtype or VAE, and for numbers out of range.
+    Raises InputError for an unknown variant, dtype or VAE, for numbers out of range, and for image guidance of another
+    model than VIBE.
     """
     check_name("variant", variant, VARIANTS)
     check_name("dtype", dtype, DTYPES)
@@ -227,16 +244,24 @@ def plan_memory(
     decoder = DECODERS[vae]
     _, _, rows, columns = latent_shape(width, height, batch)
     check_whole("prompts", prompts, 1, batch)
-    passes = count_passes(None, pag)
+    if image_guidance is not None and not model.edits:
+        raise InputError(f"image_guidance: got it for {variant}, expected {VIBE.name}; leave it out")
+    passes = count_passes(None, pag, image_guided=is_image_guided(model, image_guidance))
     text: StagePlan = {"weights": TEXT_PARAMETERS * kind.itemsize, "activations": text_bytes(batch, kind.itemsize)}
+    if model.edits:
+        activations = int(READ_PATCHES * (READ_ELEMENTS * kind.itemsize + READ_BYTES))
+        text = {"weights": INSTRUCTION_PARAMETERS * kind.itemsize, "activations": activations}
     transformer: StagePlan = {
         "weights": transformer_parameters(model) * kind.itemsize,
         "activations": transformer_bytes(model, rows, columns, batch, kind, accelerator, prompts, passes),
     }
     planner = Planner(stages_of(decoder), rows, columns, kind, accelerator)
     decode = plan_decode(planner, decoder, kind.itemsize)
-    largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, decode)]
-    smallest = max(*largest[:2], decode["weights"] + planner.floor().peak_bytes)
+    encoder = Planner(ENCODER_STAGES, rows, columns, kind, accelerator)
+    encode = plan_decode(encoder, decoder, kind.itemsize) if model.edits else None
+    pixels = [stage for stage in (encode, decode) if stage is not None]
+    largest = [stage["weights"] + stage["activations"] for stage in (text, transformer, *pixels)]
+    smallest = max(*largest[:2], *(stage["weights"] + (stage["methods"]["smallest"] or 0) for stage in pixels))
     return {
         "variant": variant,
         "vae": vae,
@@ -246,6 +271,7 @@ def plan_memory(
         "dtype": dtype,
         "text": text,
         "transformer": transformer,
+        "encode": encode,
         "decode": decode,
         "peak": max(largest),
         "smallest": smallest,
@@ -254,20 +280,16 @@ def plan_memory(
 
 
 def plan_decode(planner: Planner, decoder: Decoder, item: int) -> DecodePlan:
-    """Return the bytes of decoding an image by each method, with weights of `item` bytes."""
+    """Return the bytes of decoding an image by each method, or of encoding it, with weights of `item` bytes."""
     strips, undivided = planner.strips(float("inf")).peak_bytes, None
     with suppress(InputError):
         undivided = planner.whole().peak_bytes
-    return {
-        "weights": (decoder.parameters + ENCODER_PARAMETERS) * item,
-        "activations": strips,
-        "methods": {
-            "whole": undivided,
-            "tiles": planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes,
-            "strips": strips,
-            "smallest": planner.floor().peak_bytes,
-        },
-    }
+    methods = {"whole": undivided}
+    if not planner.stages.encodes:
+        methods["tiles"] = planner.tiles(TILES.size // DOWNSCALE, TILES.overlap // DOWNSCALE).peak_bytes
+    methods |= {"strips": strips, "smallest": planner.floor().peak_bytes}
+    weights = (decoder.parameters + ENCODER_PARAMETERS) * item
+    return {"weights": weights, "activations": strips, "methods": methods}
 
 
 def fitting_cards(plan: MemoryPlan) -> str:

@@ -111,10 +111,11 @@ def tokenizer():
     return fast
 
 
-def qwen(fast):
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+def qwen_config(text=None, vision=None, **ids):
+    """The config of a small Qwen3-VL, with other fields of its two parts."""
+    from transformers import Qwen3VLConfig
 
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": VOCABULARY,
             "hidden_size": WIDTH,
@@ -125,6 +126,7 @@ def qwen(fast):
             "head_dim": 16,
             "rope_theta": 5e6,
             "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            **(text or {}),
         },
         vision_config={
             "depth": 4,
@@ -134,12 +136,19 @@ def qwen(fast):
             "out_hidden_size": WIDTH,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1, 2],
+            **(vision or {}),
         },
-        image_token_id=fast.token_to_id("<|image_pad|>"),
-        vision_start_token_id=fast.token_to_id("<|vision_start|>"),
-        vision_end_token_id=fast.token_to_id("<|vision_end|>"),
         tie_word_embeddings=True,
+        **ids,
     )
+
+
+def qwen(fast):
+    from transformers import Qwen3VLForConditionalGeneration
+
+    names = {"image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    names["vision_end_token_id"] = "<|vision_end|>"
+    config = qwen_config(**{field: fast.token_to_id(name) for field, name in names.items()})
     torch.manual_seed(3)
     model = Qwen3VLForConditionalGeneration(config).train(False).requires_grad_(False)
     for name, parameter in model.named_parameters():

@@ -36,6 +36,7 @@ def draw_plan(
         decode = {**decode, "activations": decode["methods"]["smallest"] or 0}
     stages: list[tuple[str, StagePlan]] = [
         ("text encoder", plan["text"]),
+        *(("encode", stage) for stage in (plan["encode"],) if stage is not None),
         ("sampling step", plan["transformer"]),
         ("decode", decode),
     ]
@@ -66,6 +67,10 @@ def figures(gpu: Gpu, plan: ImagePlan, vae: str) -> list[str]:
     if not VARIANTS[variant].guidance_embeds:
         perturbed = plan_memory(variant, width, height, batch, gpu.dtype, vae=vae, prompts=batch, pag=True)
         lines.append(f"the same with SANA PAG: {amount(perturbed['transformer'])}")
+    if plan["encode"] is not None:
+        two = plan_memory(variant, width, height, batch, gpu.dtype, vae=vae, prompts=batch, image_guidance=1.0)
+        lines.append(f"the same with image_guidance of 1 and below: {amount(two['transformer'])}")
+        lines.append(f"encode, strips: {amount(plan['encode'])}")
     for name, size in plan["decode"]["methods"].items():
         stage: StagePlan = {"weights": plan["decode"]["weights"], "activations": size or 0}
         lines.append(f"decode, {name}: " + (amount(stage) if size is not None else "not possible, too many numbers"))

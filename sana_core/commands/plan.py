@@ -7,7 +7,7 @@ import json
 
 from ..advice import PREDICTED, Gpu, answer, model_table, sold_gpu, this_gpu
 from ..errors import InputError
-from ..memory import DTYPES, MemoryPlan, fitting_cards, plan_memory
+from ..memory import DTYPES, DecodePlan, MemoryPlan, fitting_cards, plan_memory
 from ..model.known_models import DECODERS, DEFAULT_RESOLUTION, GPU_SIZES, VARIANTS, VIDEOS
 from ..runtime.text import write_lines
 from ..video.latents import VideoPlan, plan_video
@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="images generated together")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of these images")
     parser.add_argument("--pag", action="store_true", help="with perturbed attention, a third pass in each step")
+    parser.add_argument("--image-guidance", type=float, help="VIBE only: at 1 and below, two passes in a step")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a GPU without bfloat16")
     parser.add_argument("--vae", choices=DECODERS, default=VAE)
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes")
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.width = width if arguments.width is None else arguments.width
     arguments.height = height if arguments.height is None else arguments.height
     if is_video:
-        image_options = {"prompts": 1, "pag": False, "vae": VAE}
+        image_options = {"prompts": 1, "pag": False, "vae": VAE, "image_guidance": None}
         wrong = [name for name, default in image_options.items() if getattr(arguments, name) != default]
         if wrong:
             raise InputError(f"{wrong[0]}: got SANA-Video, expected a model of images; leave it out")
@@ -56,21 +57,24 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"frames: got {got}, expected SANA-Video, such as {next(iter(VIDEOS))}; leave it out")
     image = arguments.width, arguments.height
     plan: MemoryPlan
+    encode: DecodePlan | None = None
     if is_video:
         plan = plan_video(arguments.variant, *image, arguments.frames, arguments.batch, gpu.dtype)
         sentence = video_answer(gpu, plan)
     else:
         sentence, fitting = answer(gpu, arguments.variant, *image, arguments.batch, arguments.vae)
-        options = {"vae": arguments.vae, "prompts": arguments.prompts, "pag": arguments.pag}
-        plan = plan_memory(fitting.variant, *image, arguments.batch, gpu.dtype, **options)
+        options = {name: getattr(arguments, name) for name in ("vae", "prompts", "pag", "image_guidance")}
+        plan = image_plan = plan_memory(fitting.variant, *image, arguments.batch, gpu.dtype, **options)
+        encode = image_plan["encode"]
     if arguments.json:
         write_lines(*json.dumps({**plan, "answer": sentence}, indent=2).splitlines())
         return
     lines = [sentence, "", f"{'GB (10^9 bytes)':18}{'weights':>9}{'beyond':>9}{'together':>10}"]
     for name, stage in (("text", plan["text"]), ("transformer", plan["transformer"])):
         lines.append(row(name, stage["weights"], stage["activations"]))
-    for method, size in plan["decode"]["methods"].items():
-        lines.append(row(f"decode, {method}", plan["decode"]["weights"], size))
+    for name, pixels in (("encode", encode), ("decode", plan["decode"])):
+        for method, size in pixels["methods"].items() if pixels is not None else ():
+            lines.append(row(f"{name}, {method}", plan["decode"]["weights"], size))
     lines.append(f"The stages run one after another, so it {fitting_cards(plan)}. {gpu.describe()}")
     if arguments.variant is None:
         lines += ["", *columns(model_table()), PREDICTED]

@@ -125,6 +125,10 @@ class VideoModel(Model):
     has_twin: bool = False
 
 
+# VIBE edits images by instructions (ai-forever/VIBE, vibe/editor.py). It is SANA-1.5 with another text encoder.
+VIBE = ImageModel(
+    "vibe-1.6B", "VIBE 1.6B", DEFAULTS, (), Architecture(2240, 20, True, False, True), "VIBE", image_guidance=1.2
+)
 RECORDS = (
     # NVIDIA's shift: configs/sana_app_config/Sana_600M_app.yaml and configs/sana_config/1024ms/Sana_600M_img1024.yaml.
     ImageModel("0.6B", "SANA 0.6B", DEFAULTS, (), Architecture(1152, 28), "Sana_600M_", nvidia_shifts=((1024, 4.0),)),
@@ -133,12 +137,9 @@ RECORDS = (
     ImageModel("1.5-4.8B", "SANA-1.5 4.8B", DEFAULTS, (), Architecture(2240, 60, True), "SANA1.5_4.8B_"),
     ImageModel("sprint-0.6B", "SANA-Sprint 0.6B", *SPRINTED, Architecture(1152, 28, True, True), "Sana_Sprint_0.6B_"),
     ImageModel("sprint-1.6B", "SANA-Sprint 1.6B", *SPRINTED, Architecture(2240, 20, True, True), "Sana_Sprint_1.6B_"),
+    VIBE,
 )
 IMAGES = {model.name: model for model in RECORDS}
-# VIBE edits images by instructions (ai-forever/VIBE, vibe/editor.py). It is SANA-1.5 with another text encoder.
-VIBE = ImageModel(
-    "vibe-1.6B", "VIBE 1.6B", DEFAULTS, (), Architecture(2240, 20, True, False, True), "VIBE", image_guidance=1.2
-)
 VARIANTS = {name: model.architecture for name, model in IMAGES.items()}
 # The shapes of 480p and 720p are ASPECT_RATIO_VIDEO_480_MS and _720_MS in diffusion/data/datasets/utils.py of
 # NVlabs/Sana, their latents those of Wan 2.1 and LTX-2.
@@ -252,6 +253,8 @@ GEMMA_HEAD_DIM = 256  # The same in 2B and 9B.
 # gemma-2-2b, without the layer that predicts tokens.
 TEXT_WIDTH, TEXT_HIDDEN, TEXT_PARAMETERS = 2304, 9216, 2_614_341_888
 MAX_TOKENS = 300  # Tokens of a prompt.
+# Qwen3-VL-2B, without the layer that predicts tokens, and VIBE's edit head.
+INSTRUCTION_PARAMETERS = 2_127_532_032 + 277_954_816
 
 # height / width to (width, height) at 1024 pixels, 40 shapes of about one area; the other resolutions are multiples
 # (SANA's training buckets, diffusion/data/datasets/utils.py)
@@ -326,13 +329,15 @@ OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
 
 def variant_name(arch: Architecture) -> str:
     """Return the name in VARIANTS, or a name that describes the difference."""
-    names = [model.name for model in (*IMAGES.values(), VIBE) if model.architecture == arch]
+    names = [model.name for model in IMAGES.values() if model.architecture == arch]
     return names[0] if names else f"custom-{arch.width}x{arch.layers}"
 
 
 def released_variant(name: str) -> str | None:
-    """Return the variant of the released model with this name of a file or folder. None: another name."""
-    return next((model.name for model in IMAGES.values() if name.startswith(model.released_name)), None)
+    """Return the variant of the released model with this name of a file or folder. None: another name, or VIBE, which
+    training does not run."""
+    models = [model for model in IMAGES.values() if not model.architecture.edits]
+    return next((model.name for model in models if name.startswith(model.released_name)), None)
 
 
 def controlnet_name(arch: Architecture) -> str:
@@ -373,8 +378,6 @@ def image_model(arch: Architecture) -> ImageModel:
     """Return the record of a transformer with `arch`. For other shapes, it is like a released one of its kind."""
     name = variant_name(arch)
     family = VIBE if arch.edits else IMAGES["sprint-1.6B" if arch.guidance_embeds else "1.6B"]
-    if name == family.name:
-        return family
     return IMAGES.get(name) or replace(family, name=name, title=family.title.rpartition(" ")[0], architecture=arch)
 
 

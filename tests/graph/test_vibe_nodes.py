@@ -303,6 +303,22 @@ def test_without_an_image_core_nodes_generate(host, build, folder):
     assert (shown(host.run(graph)) - expected).abs().max() <= BOUND
 
 
+def test_the_plan_of_an_edit_has_its_text_encoder_its_passes_and_the_encode(host):
+    plan = sana_core.plan_memory("vibe-1.6B", 2048, 2048)
+    inputs = {"width": 2048, "height": 2048, "batch_size": 1, "gpu": "8 GB"}
+    text = host.output_of("SanaNodesPlan", 1, variant="vibe-1.6B", **inputs)
+    assert text.startswith("A GPU of 8 GB: vibe-1.6B at 2048 px in bf16 fits.")
+    two = sana_core.plan_memory("vibe-1.6B", 2048, 2048, image_guidance=1.0)["transformer"]
+    assert two["activations"] < 0.75 * plan["transformer"]["activations"]
+    for words, stage in (
+        ("text encoder", plan["text"]),
+        ("sampling step of vibe-1.6B, 1 prompt", plan["transformer"]),
+        ("the same with image_guidance of 1 and below", two),
+        ("encode, strips", plan["encode"]),
+    ):
+        assert f"{words}: {stage['weights'] / 1e9:.2f} + {stage['activations'] / 1e9:.2f} GB" in text
+
+
 def test_wrong_inputs_are_one_line(host, build):
     graph = build()
     graph["load other"] = ("SanaNodesLoader", {"model": "sana-tiny"})

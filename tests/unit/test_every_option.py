@@ -76,6 +76,7 @@ MODES = {
     "plan": {
         "a recommendation": "",
         "images": "1.6B --batch 4",
+        "an edit": "vibe-1.6B",
         "480p": "video-2B-480p",
         "720p": "video-2B-720p",
     },
@@ -142,6 +143,7 @@ OPTIONS = {
         "batch": "--batch 3",
         "prompts": "--prompts 2",
         "pag": "--pag",
+        "image_guidance": "--image-guidance 1",
         "dtype": "--dtype float32",
         "vae": "--vae dc-ae-lite-f32c32",
         "gpu": "--gpu 8",

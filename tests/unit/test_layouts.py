@@ -57,9 +57,10 @@ def check_same_pictures(loaded, model):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_released_size_is_recognised_by_its_header_alone(tmp_path, name):
-    width, layers, qk_norm, sprint, _ = VARIANTS[name]
+    width, layers, qk_norm, sprint, edits = VARIANTS[name]
     with init_empty_weights():
         model = SanaTransformer2DModel(
+            in_channels=64 if edits else 32,
             num_attention_heads=width // 32,
             num_layers=layers,
             num_cross_attention_heads=width // {1152: 72, 2240: 112}[width],

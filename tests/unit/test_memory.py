@@ -127,6 +127,7 @@ def test_plan_answers_first_for_a_chosen_gpu(capsys):
             ["video-2B-480p", "--gpu", "8"],
             "A GPU of 8 GB: video-2B-480p at 832 x 480 px, 81 frames, in bfloat16 fits with",
         ),
+        (["vibe-1.6B", "--gpu", "8", "--image-guidance", "1"], "A GPU of 8 GB: vibe-1.6B at 1024 px in bf16 fits."),
         (["video-2B-720p", "--gpu", "4"], "A GPU of 4 GB: video-2B-720p at 1280 x 704 px, 81 frames, in bfloat16 does"),
     ):
         assert main(["plan", *words]) == 0

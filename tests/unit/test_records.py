@@ -44,6 +44,8 @@ AUTHORS = {
     **dict.fromkeys(("video-2B-480p", "video-2B-720p"), ("flow_dpmpp_2m", 50, 6.0)),
     "video-2.0-5B": ("flow_dpmpp_2m", 50, 8.0),
     "video-2.0-5B-4step": ("flow_dmd", 4, 1.0),
+    # Their script's scheduler and defaults.
+    "vibe-1.6B": ("flow_dpmpp_2m", 20, 4.5),
 }
 # (frames, rate, shift, width and height, motion score)
 VIDEO_AUTHORS = {

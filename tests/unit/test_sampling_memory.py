@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+import vibe_models
 from diffusers import SanaTransformer2DModel
 from fake_accelerator import FIRST, Counter, default_dtype, fake_accelerators
+from live_bytes import LiveBytes
 
 from benchmarks.train_memory import transformer
-from sana_core.memory import GUIDED, MOST_PASSES, Passes, count_passes, plan_memory, transformer_bytes
+from sana_core.checkpoints.tokenizer import QWEN, json_tokenizer
+from sana_core.memory import CONTEXT, GUIDED, MOST_PASSES, Passes, count_passes, plan_memory, transformer_bytes
+from sana_core.model.edit_head import EditHead
+from sana_core.model.instruction import InstructionReader, encode_instruction
 from sana_core.model.known_models import MAX_TOKENS, VARIANTS
 from sana_core.model.layers import join_projections
-from sana_core.sampling.guidance import denoiser, perturbed_attention
+from sana_core.sampling.guidance import EditImage, denoiser, perturbed_attention
 
 pytest.importorskip("triton")
 # Older versions of torch ask the driver about fake CUDA tensors.
@@ -24,6 +29,8 @@ def released_model(variant, pixels, dtype):
         config = dict(transformer(VARIANTS[variant], dtype, 1024).config)
     # These keys would be replaced by their defaults.
     del config["_use_default_values"]
+    if VARIANTS[variant].edits:
+        config |= {"in_channels": 64, "out_channels": 32}
     config |= {"sample_size": pixels // 32, "interpolation_scale": {2048: 1.0, 4096: 2.0}.get(pixels)}
     with fake_accelerators(), torch.no_grad(), torch.device(FIRST), default_dtype(dtype):
         model = SanaTransformer2DModel.from_config(config).requires_grad_(False)
@@ -32,7 +39,7 @@ def released_model(variant, pixels, dtype):
     return model
 
 
-def live_bytes(model, pixels, images, prompts, passes, dtype=torch.bfloat16, interval=(1.0, 0.0)):
+def live_bytes(model, pixels, images, prompts, passes, dtype=torch.bfloat16, interval=(1.0, 0.0), image_guidance=None):
     """The largest number of bytes that is alive in a step, in addition to the weights.
 
     With an interval, a step outside of it follows.
@@ -46,10 +53,11 @@ def live_bytes(model, pixels, images, prompts, passes, dtype=torch.bfloat16, int
             for rows in (images if prompts > 1 else 1, 1)
         )
         x = torch.empty(images, 32, pixels // 32, pixels // 32, device=FIRST)
-        attention = perturbed_attention(model.config, 3.0, "") if passes.computed == 3 else None
+        edit = None if image_guidance is None else EditImage(torch.empty_like(x[:1]), image_guidance)
+        attention = perturbed_attention(model.config, 3.0, "") if passes.computed == 3 and edit is None else None
     with torch.no_grad(), fake_accelerators(counter):
         guidance = 1.0 if passes.computed == 1 else 4.5
-        call = denoiser(model, positive, negative, guidance, perturbed=attention, interval=interval)
+        call = denoiser(model, positive, negative, guidance, perturbed=attention, interval=interval, edit=edit)
         call(x, 0.5)
         if interval != (1.0, 0.0):
             call(x, 0.9)
@@ -109,6 +117,44 @@ def test_a_distilled_model_has_one_pass():
     # The default of two passes does not count.
     predicted = transformer_bytes(VARIANTS["sprint-1.6B"], 32, 32, 8, torch.bfloat16, True, 8)
     assert 1 <= predicted / live_bytes(model, 1024, 8, 8, GUIDED) <= 1.15
+
+
+@pytest.mark.parametrize("image_guidance, passes", [(1.2, 3), (0.0, 2)])
+def test_an_edit_of_2048_px_needs_at_most_what_its_plan_says_and_fits_8_gb(image_guidance, passes):
+    model = released_model("vibe-1.6B", 1024, torch.bfloat16)
+    plan = plan_memory("vibe-1.6B", 2048, 2048, image_guidance=image_guidance)
+    alive = live_bytes(model, 2048, 1, 1, Passes(passes, passes), image_guidance=image_guidance)
+    assert 1 <= plan["transformer"]["activations"] / alive <= 1.15
+    # The text encoder is the largest stage.
+    stages = [plan[name]["weights"] + plan[name]["activations"] for name in ("text", "encode", "transformer", "decode")]
+    assert stages[0] == max(stages) == plan["peak"] == pytest.approx(4.90e9, rel=0.01)
+    assert stages[0] + CONTEXT <= 8 * 2**30 and plan["fits"][8]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reading_an_instruction_needs_at_most_what_is_predicted(dtype):
+    """Real widths, but four layers: the tensors of a layer are freed before the next layer."""
+    qwen3_vl = pytest.importorskip("transformers.models.qwen3_vl")
+    text = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+    text |= {
+        "head_dim": 128,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    }
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048}
+    vision["num_position_embeddings"] = 2304
+    plan = plan_memory("vibe-1.6B", 2048, 2048, dtype=str(dtype).removeprefix("torch."))["text"]
+    with torch.device("meta"):
+        deep = {"depth": 24, "deepstack_visual_indexes": [5, 11, 17]}
+        config = vibe_models.qwen_config({**text, "num_hidden_layers": 28, "vocab_size": 151936}, vision | deep)
+        released = qwen3_vl.Qwen3VLModel(config), EditHead(224, 2048, 2048, 2304, 4)
+    assert plan["weights"] == dtype.itemsize * sum(p.numel() for module in released for p in module.parameters())
+    model = qwen3_vl.Qwen3VLModel(vibe_models.qwen_config(text, vision)).train(False).to(dtype)
+    tokenizer = json_tokenizer(vibe_models.tokenizer().to_str().encode(), "tokenizer.json", 400, QWEN)
+    reader = InstructionReader(tokenizer, model, EditHead(224, 2048, 2048, 2304, 4).to(dtype))
+    image = torch.zeros(3, 2048, 2048, dtype=torch.uint8)
+    with LiveBytes() as live:
+        encode_instruction(reader, "make it winter " * 20, image)
+    assert 1 <= plan["activations"] / live.peak <= 1.15
 
 
 @pytest.mark.parametrize(
