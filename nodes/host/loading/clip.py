@@ -29,7 +29,7 @@ from .layers import LookupPatcher, keep_on_device
 from .weights import config_tensor, load_component, wide_dtype
 
 if TYPE_CHECKING:
-    from transformers import Gemma2Model
+    from transformers import Gemma2Model, PreTrainedModel
 
 KEY = "gemma2_2b"
 # Inputs that Gemma 2 cannot read. Newer versions of Generate Text have several images.
@@ -104,29 +104,36 @@ def check_options(options: dict) -> None:
         warn(no_effect(name))
 
 
-class SanaTextModel(torch.nn.Module):
-    """Gemma 2 with the methods that ComfyUI's CLIP calls."""
+class HostTextModel(torch.nn.Module):
+    """The options that ComfyUI's CLIP sets on a text encoder, whose weights are in `model`."""
 
-    def __init__(self, gemma: Gemma2Model, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        # ComfyUI's checkpoints and LoRAs have these names for Gemma 2.
-        self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
-        self.pad_token = tokenizer.pad_token
-        self.stop_tokens = stop_tokens(tokenizer, gemma)
-        self.dtypes = {gemma.dtype}
-        self.execution_device = gemma.device
-
-    @property
-    def gemma(self) -> Gemma2Model:
-        return self.gemma2_2b["transformer"]["model"]
+        self.dtypes = {model.dtype}
+        self.execution_device = model.device
 
     def reset_clip_options(self) -> None:
-        self.execution_device = self.gemma.device
+        self.execution_device = next(self.parameters()).device
 
     def set_clip_options(self, options: dict) -> None:
         self.execution_device = options.get("execution_device", self.execution_device)
         if options.get("layer") is not None:
             warn(no_effect("CLIPSetLastLayer"))
+
+
+class SanaTextModel(HostTextModel):
+    """Gemma 2 as ComfyUI's CLIP calls it."""
+
+    def __init__(self, gemma: Gemma2Model, tokenizer: Tokenizer) -> None:
+        super().__init__(gemma)
+        # ComfyUI's checkpoints and LoRAs have these names for Gemma 2.
+        self.gemma2_2b = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"model": gemma})})
+        self.pad_token = tokenizer.pad_token
+        self.stop_tokens = stop_tokens(tokenizer, gemma)
+
+    @property
+    def gemma(self) -> Gemma2Model:
+        return self.gemma2_2b["transformer"]["model"]
 
     def encode_token_weights(self, pairs: dict[str, list[list[tuple]]]) -> tuple[torch.Tensor, None, dict]:
         """Return embeddings [B, 300, C], no pooled output, and the mask."""

@@ -28,7 +28,7 @@ from ..compat.patches import IMAGE_GUIDANCE, INSTRUCTION
 from ..file_stats import Reloader
 from ..report import warn
 from ..sampling.core_nodes import no_effect
-from .clip import make_clip, text_dtypes
+from .clip import HostTextModel, make_clip, text_dtypes
 from .weights import load_component
 
 KEY = "qwen3_vl"
@@ -61,23 +61,13 @@ class EditTokenizer:
         raise InputError("clip: got VIBE's CLIP, expected SANA's Gemma 2 to save; keep the folder VIBE-Image-Edit")
 
 
-class EditTextModel(torch.nn.Module):
-    """Qwen3-VL and the edit head with the methods that ComfyUI's CLIP calls."""
+class EditTextModel(HostTextModel):
+    """Qwen3-VL and the edit head as ComfyUI's CLIP calls them."""
 
     def __init__(self, qwen: torch.nn.Module, head: torch.nn.Module, tokenizer: Tokenizer) -> None:
-        super().__init__()
+        super().__init__(qwen)
         self.qwen3_vl, self.edit_head = qwen, head
         self.tokenizer = tokenizer
-        self.dtypes = {qwen.dtype}
-        self.execution_device = qwen.device
-
-    def reset_clip_options(self) -> None:
-        self.execution_device = self.qwen3_vl.device
-
-    def set_clip_options(self, options: dict) -> None:
-        self.execution_device = options.get("execution_device", self.execution_device)
-        if options.get("layer") is not None:
-            warn(no_effect("CLIPSetLastLayer"))
 
     def encode_token_weights(self, pairs: dict) -> tuple[torch.Tensor, None, dict]:
         """Return embeddings [1, queries, C], no pooled output, and the mark of VIBE's embeddings."""
