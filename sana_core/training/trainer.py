@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
@@ -153,6 +154,8 @@ class Trainer:
         self.check_held: Poll = no_poll
         # The values that may not change when the run resumes. Every state has them.
         self.config: Json = {}
+        # Torch's settings of the compiler are the run's until it closes.
+        self.compiling = ExitStack()
         # Whether the adapter begins with the file `method.start`. A resumed run does not.
         self.loads_start = False
         # The number of finished steps, and the position among phases and epochs.
@@ -167,10 +170,9 @@ class Trainer:
         self.report_error: BaseException | None = None
 
     def train(self) -> Path:
-        self.ranks.run_on_all(lambda: check_base(self.settings))
-        if self.requested_device().type == "mps":
+        shift = self.ranks.run_on_all(lambda: check_base(self.settings))
+        if self.requested_device.type == "mps":
             check_apple(self.settings)
-        shift = read_shift(self.settings)
         check_launch(self.settings, self.ranks)
         if self.ranks.size > 1:
             check_settings_and_code(self.ranks, self.settings)
@@ -178,19 +180,20 @@ class Trainer:
             self.check_folder()
             try:
                 self.prepare_data()
-                self.set_up(self.load_base(), shift, self.requested_device())
+                self.set_up(self.load_base(), shift, self.requested_device)
                 if self.ranks.launched and self.ranks.first:
                     log_line(describe_layout(self.layout, self.parameters, self.device))
                 shared_mask = reference_of(self.transformer).shared_mask
                 self.loader = Loader(self.settings, self.ranks, self.data, shared_mask)
-                with self.saver.thread, closing(self.loader), closing(self.log):
+                with self.saver.thread, closing(self.loader), closing(self.log), self.compiling:
                     self.resume()
                     self.run_steps()
                 return self.finish()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                saved = f"step {self.saver.saved_step} is saved" if self.saver.saved_step else "no step is saved"
+                steps = [step for step, _ in states.find_states(self.out)]
+                saved = f"step {steps[-1]} is saved" if steps else "no step is saved"
                 raise TrainingError(
                     f"training: memory ran out ({first_line(error):.100}), {saved}; lower phase.batch and raise "
                     "phase.accumulate, set checkpoint_gradients to true, or method.base to int8; train --plan names "
@@ -221,6 +224,7 @@ class Trainer:
         """The device that computes. Offloaded rows are in the CPU's memory."""
         return self.ranks.device or next(self.transformer.parameters()).device
 
+    @property
     def requested_device(self) -> torch.device:
         """The device for the models, before they are loaded."""
         return self.ranks.device or chosen_device(self.settings.device)
@@ -272,8 +276,8 @@ class Trainer:
         settings = self.settings
         names = (self.adapter_file, self.last_adapter_file) if settings.method.is_adapter else ()
         # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
-        self.config = self.ranks.broadcast(self.ranks.run_on_rank0(lambda: describe_config(settings)) or {})
-        self.loads_start = self.ranks.broadcast(needs_start(settings))
+        described = self.ranks.run_on_rank0(lambda: (describe_config(settings), needs_start(settings)))
+        self.config, self.loads_start = self.ranks.broadcast(described or ({}, False))
         self.ranks.run_on_rank0(lambda: states.check_folder(self.out, names, len(settings.phase), self.config))
         if settings.validation.prompts:
             self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
@@ -292,7 +296,8 @@ class Trainer:
         def check() -> None:
             if self.ranks.first:
                 # Before each step, not only at a save: the finished steps are then saved under a name that is free.
-                states.check_places(self.out)
+                with states.writing(self.out):
+                    states.check_places(self.out)
             self.check_cancelled()
             if self.report_error is not None:
                 raise self.report_error
@@ -316,7 +321,7 @@ class Trainer:
         """List the images, and encode those that the cache does not have yet, unless they are streamed."""
         progress = self.on_progress if self.ranks.first else ignore
         self.data, self.inputs, self.config[states.MODEL] = prepare_data(
-            self.settings, self.ranks, self.requested_device(), self.check_cancelled, progress
+            self.settings, self.ranks, self.requested_device, self.check_cancelled, progress
         )
 
     # The model
@@ -330,7 +335,7 @@ class Trainer:
             # Shards go to the device block by block.
             device = "cpu" if ranks.first else "meta"
         elif settings.method.base == "full":
-            device = self.requested_device()
+            device = self.requested_device
         else:
             # The weights are quantised on the CPU, so that the device never holds the whole model.
             device = "cpu"
@@ -371,6 +376,7 @@ class Trainer:
             options.name, trained, 0.0, options.weight_decay, d0=options.d0, d_coef=options.d_coef
         )
         if self.layout.shards is not None and isinstance(self.optimizer, CAME):
+            # The means of a matrix's columns are over the rows of all ranks.
             self.optimizer.total = ranks.all_reduce
         self.average = optimizers.start_average(self.parameters) if options.ema else None
 
@@ -404,7 +410,8 @@ class Trainer:
                 "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1
             )
         self.progress = self.progress._replace(position=0)
-        if not self.loader.advance(self.progress)[1]:
+        _, has_ended = self.loader.advance(self.progress)
+        if not has_ended:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
             self.best = self.validated_step = None
 
@@ -412,14 +419,21 @@ class Trainer:
         """Compile the blocks of the model, if the settings ask for it or it saves time.
 
         A first forward and backward shows whether this works. If it fails on one rank, no rank keeps its compiled
-        blocks. A block is compiled once for each size of images, for captions of one length (see `batch_loss`).
+        blocks. The blocks are compiled once for each size and number of images, and for captions of one length (see
+        `batch_loss`).
         """
         settings, ranks = self.settings, self.ranks
         if settings.compile == OFF or not settings.can_compile:
             return
-        sizes = {phase.samples[index].bucket for phase in self.data for index in phase.learned}
+        shapes = {
+            (bucket, images)
+            for phase, data in zip(settings.phase, self.data, strict=True)
+            for bucket, count in Counter(data.samples[index].bucket for index in data.learned).items()
+            for images in (min(phase.batch, count), count % phase.batch)
+            if images
+        }
         steps = schedule.all_steps_left(settings, self.loader.steps_per_epoch, self.progress)
-        pays = self.device.type not in ("cpu", "mps") and steps >= STEPS_PER_COMPILE * len(sizes)
+        pays = self.device.type not in ("cpu", "mps") and steps >= STEPS_PER_COMPILE * len(shapes)
         if settings.compile == AUTO and not ranks.broadcast(pays):
             return
         progress = self.on_progress if ranks.first else ignore
@@ -428,6 +442,8 @@ class Trainer:
         blocks = self.transformer.transformer_blocks
         for block in blocks:
             block.compile(dynamic=False)
+        # The first block is compiled apart from the others, because its input needs no gradient. 8 is torch's limit.
+        self.compiling.enter_context(torch._dynamo.config.patch(recompile_limit=8 + 2 * len(shapes)))
         self.is_compiled, reason = True, ""
         try:
             with self.layout.backward(last=False) as compute:
@@ -442,6 +458,10 @@ class Trainer:
             for block in blocks:
                 block._compiled_call_impl = None
             logger.warning("compile: %.150s; going on without it", reason or "another rank cannot compile")
+
+    def eager(self) -> AbstractContextManager[object]:
+        """A context without compiled blocks. A compiler changes no validation, and compiles nothing for it."""
+        return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
 
     def warm_up_ddp_buckets(self) -> None:
         """Compute gradients of the next step and throw them away.
@@ -463,6 +483,7 @@ class Trainer:
         total = self.progress.step + schedule.all_steps_left(self.settings, self.loader.steps_per_epoch, self.progress)
         line: Line | None = None
         while True:
+            # An error in here saves the finished steps before it is raised.
             with self.saving_on_error():
                 if line is not None:
                     self.report_line({**line, "steps": total})
@@ -474,7 +495,6 @@ class Trainer:
                 is_best = self.best is not None and self.best.step == step
                 is_due = self.has_ended or step % self.settings.save_every == 0 or is_best
                 if is_due:
-                    # If the last state could not be completed, save this step before raising the error.
                     self.wait_for_save()
             if is_due:
                 self.save()
@@ -491,8 +511,8 @@ class Trainer:
     def saving_on_error(self) -> Iterator[None]:
         """Save the finished steps if the body raises. The body must leave the weights unchanged.
 
-        Nothing is saved if a validation could not restore the weights, or if only this rank failed, because saving
-        needs all ranks.
+        Nothing is saved if a validation could not restore the weights (see `optimizers.restoring`), or if only this
+        rank failed, because saving needs all ranks.
         """
         try:
             yield
@@ -564,15 +584,16 @@ class Trainer:
         """
         ranks, data, step = self.ranks, self.phase_data, self.progress.step
         held_out, total = data.held_out, 0.0
+        # Raised at the end: FSDP gathers weights in each forward, so all ranks compute the same number of losses, the
+        # last ones perhaps a second time.
         fault: TrainingError | None = None
-        # FSDP gathers weights in each forward, so all ranks compute the same number of losses. Extra ones do not count.
         rounds = math.ceil(len(held_out) / ranks.size)
-        together = max(1, VALIDATION_POSITIONS // (self.phase.largest // DOWNSCALE) ** 2)
+        times_per_forward = max(1, VALIDATION_POSITIONS // (self.phase.largest // DOWNSCALE) ** 2)
         for number in range(ranks.rank, rounds * ranks.size, ranks.size):
-            index, counts = held_out[number % len(held_out)], number < len(held_out)
+            index, is_repeated = held_out[number % len(held_out)], number >= len(held_out)
             batch = ranks.run_on_all(partial(data.cache.load, [index]))
             noise = validation_noise(batch.latents.shape[1:], (self.settings.seed, index))[None]
-            for times in validation_times(VALIDATION_TIMES).split(together):
+            for times in validation_times(VALIDATION_TIMES).split(times_per_forward):
                 self.check_step()
                 compute = partial(self.image_loss, batch, noise, times)
                 # Only FSDP talks to other ranks in a forward.
@@ -582,7 +603,7 @@ class Trainer:
                         f"training: after step {step} the validation loss of {batch.names[0]} is not finite; lower "
                         "learning_rate, or remove it"
                     )
-                total += loss if counts else 0.0
+                total += 0.0 if is_repeated else loss
 
         ranks.agree(fault)
         return ranks.total(total)[0] / (len(held_out) * VALIDATION_TIMES)
@@ -608,8 +629,7 @@ class Trainer:
             guidance = torch.full(times.shape, GUIDANCE)
             point, prompt, weight = self.on_trajectory(batch, noise, times, guidance)
             return consistency_error(self.transformer, point, prompt, weight)
-        # So that it depends on no compiler, and its batches are not compiled.
-        with torch.compiler.set_stance("force_eager"):
+        with self.eager():
             return self.batch_loss(batch, noise, training_sigmas(times, self.shift).float().to(self.device))
 
     def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
@@ -617,7 +637,7 @@ class Trainer:
 
         Without shards they are the models themselves. Shards are gathered on `device`. With `trained_alone`, weights
         that the exported file does not need stay empty. If no adapter is trained, shards are gathered in the dtype in
-        which they are saved. Adapters are scaled before they are converted.
+        which they are saved. Adapters keep their dtype, because they are scaled before they are converted.
         """
         shards, settings = self.layout.shards, self.settings
         if shards is None:
@@ -629,7 +649,7 @@ class Trainer:
         """Generate and show the validation's images, and write the sheet of all validations, which marks the `best`."""
         step = self.progress.step
         assert self.inputs is not None
-        with as_saved(self.settings, models) as saved:
+        with as_saved(self.settings, models) as saved, self.eager():
             images = generate_validation(
                 self.settings, saved, self.shift, self.inputs, self.out, self.parts, step, self.check_cancelled
             )
@@ -661,6 +681,7 @@ class Trainer:
 
     def wait_for_save(self) -> None:
         """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
+        # A failed `wait` forgets it.
         last = self.saver.saved_step
         try:
             self.saver.wait()
@@ -674,8 +695,8 @@ class Trainer:
         """Gather the weights from all ranks, and let the first rank export them into the folder `part` of a state."""
         with self.evaluation_weights():
             method = self.settings.method
-            trained_alone = not method.is_adapter or not ADAPTERS[method.kind].needs_base
-            models = self.gather_models(torch.device("cpu"), trained_alone)
+            needs_base = method.is_adapter and ADAPTERS[method.kind].needs_base
+            models = self.gather_models(torch.device("cpu"), trained_alone=not needs_base)
             self.ranks.run_on_rank0(lambda: self.export(models, part))
 
     def export(self, models: list[Any], folder: Path) -> None:
@@ -723,9 +744,9 @@ class Trainer:
         }
 
     def compute_within_memory(self, microbatches: Sequence[Microbatch], total: int) -> tuple[float, float]:
-        """As `compute_gradients`. If memory runs out, turn gradient checkpointing on, unless it is, and try again.
+        """As `compute_gradients`. If memory runs out without gradient checkpointing, turn it on and try again.
 
-        Several ranks would have to turn it on together, and on Apple's GPU it repeats no dropout.
+        Several ranks would have to turn it on together, and Apple's GPU may not have it (see `check_apple`).
         """
         is_off = not self.transformer.is_gradient_checkpointing
         if is_off and not self.ranks.launched and self.device.type != "mps":
@@ -752,17 +773,16 @@ class Trainer:
         """
         ranks = self.ranks
         begin = partial(self.compute_up_to_last_backward, microbatches, total)
-        # The function of run_on_all must not communicate. DDP communicates only in the last backward, so everything
-        # before it can run inside. FSDP communicates in each forward, so there an error of one rank ends only that
-        # rank.
+        # The function of run_on_all must not communicate. DDP does only in the last backward, FSDP in each forward.
         losses, last_loss = ranks.run_on_all(begin) if self.layout.shards is None else begin()
         last_loss.backward()
         # The graph of the loss holds memory.
         del last_loss
         step, local_mean, bad_names = self.progress.step, 0.0, list[str]()
-        for (_, _, batch, *_), values in zip(microbatches, losses, strict=True):
+        for microbatch, values in zip(microbatches, losses, strict=True):
             local_mean += sum(values) / total
-            bad_names += [name for name, value in zip(batch.names, values, strict=True) if not math.isfinite(value)]
+            named_values = zip(microbatch.batch.names, values, strict=True)
+            bad_names += [name for name, value in named_values if not math.isfinite(value)]
         mean, failed_ranks = ranks.total(local_mean, float(bool(bad_names)))
         norm = self.layout.clip(self.parameters, self.settings.optimizer.clip)
         fault = None
@@ -783,7 +803,8 @@ class Trainer:
     ) -> tuple[list[list[float]], torch.Tensor]:
         """Compute the gradients of a step, except for the last backward. `total` is the number of images of all ranks.
 
-        Returns the losses of the images of each microbatch, and the loss whose backward is still to be computed.
+        Returns the losses of the images of each microbatch, and the loss whose backward is still to be computed. That
+        backward needs neither context: checkpoints store their random state, and DDP averages in it.
         """
         values: list[list[float]] = []
         for number, microbatch in enumerate(microbatches, 1):
@@ -864,14 +885,14 @@ class Trainer:
     def finish(self) -> Path:
         """Report the best validation of the last phase. Returns the path of the result on all ranks."""
         best = self.best if self.best is not None and self.best.phase == self.progress.phase else None
-        if best is not None and self.ranks.first:
-            self.report({"step": best.step, "validation_loss": best.loss, "first": best.first})
         path = self.ranks.broadcast(self.ranks.run_on_rank0(lambda: self.publish_result(best)))
         assert path is not None
         return path
 
     def publish_result(self, best: Best | None) -> Path:
         """Copy the LoRAs of the `best` and the last step into the run's folder. Whole weights stay in their state."""
+        if best is not None:
+            self.report({"step": best.step, "validation_loss": best.loss, "first": best.first})
         last = states.step_folder(self.out, self.progress.step)
         chosen = last if best is None else states.step_folder(self.out, best.step)
         if not self.settings.method.is_adapter:
@@ -882,8 +903,8 @@ class Trainer:
         return states.publish(self.out, self.parts, self.adapter_file, chosen)
 
 
-def check_base(settings: TrainingSettings) -> None:
-    """Check that model, loss and method fit together. Reads only headers."""
+def check_base(settings: TrainingSettings) -> float:
+    """Check that model, loss and method fit together. Reads only headers. Returns the shift of the model's schedule."""
     module: Any = build_module(find_part(inspect_checkpoint(settings.model), "transformer"))
     if edits_images(module.config):
         raise InputError("model: got VIBE, which training does not run, expected a SANA model; train SANA-1.5")
@@ -905,8 +926,7 @@ def check_base(settings: TrainingSettings) -> None:
     if needs_start(settings):
         trained_model.add_adapter(module, settings.method, settings.seed)
         trained_model.load_start(module, settings.method)
-    # This raises an error if the shift is out of range.
-    read_shift(settings)
+    return shift_of(find_part(inspect_checkpoint(settings.model), "transformer"), None, settings.reference)
 
 
 def check_apple(settings: TrainingSettings) -> None:
@@ -925,11 +945,6 @@ def check_apple(settings: TrainingSettings) -> None:
             "loss: got consistency on Apple's GPU, where torch has no forward-mode derivative of linear layers, "
             "expected flow; set device to cpu"
         )
-
-
-def read_shift(settings: TrainingSettings) -> float:
-    """Return the shift of the model's schedule of noise."""
-    return shift_of(find_part(inspect_checkpoint(settings.model), "transformer"), None, settings.reference)
 
 
 def needs_start(settings: TrainingSettings) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS, trained_on_both
 from pictures import write_pictures
+from PIL import Image
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
@@ -418,3 +419,27 @@ def test_without_a_compiler_a_run_goes_on(compiled, tmp_path, caplog):
         trainer.train(broken)
     assert [text for text in caplog.messages if text.startswith("compile: ")]
     assert same(last_state(broken.out), last_state(plain.out))
+
+
+def test_blocks_are_compiled_for_each_size_and_number_of_images(checkpoint, tmp_path, monkeypatch):
+    """More than torch's limit of 8 compilations. The compiler's own part, which takes minutes, is left out."""
+    sizes = ((256, 256), (512, 128), (128, 512), (352, 192), (192, 352))
+    (tmp_path / "pictures").mkdir()
+    for number, size in enumerate(sizes * 3):
+        Image.new("RGB", size, (16 * number, 0, 99)).save(tmp_path / "pictures" / f"{number}.png")
+        (tmp_path / "pictures" / f"{number}.txt").write_text("a plain colour")
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options)
+    )
+    phase = Phase((str(tmp_path / "pictures"),), 256, batch=2, steps=len(sizes) * 2)
+    run = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), method=Method(rank=2), compile="on")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    limit = torch._dynamo.config.recompile_limit
+    trainer.train(check_settings(replace(run, dtype="float32")))
+    count = 2 * 2 * len(sizes)
+    assert torch._dynamo.utils.counters["frames"] == {"total": count, "ok": count}
+    assert torch._dynamo.config.recompile_limit == limit
+    # The next compiled run must not take this test's code.
+    torch._dynamo.reset()

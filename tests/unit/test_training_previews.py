@@ -12,7 +12,7 @@ from tiny import library_pipeline
 import sana_core
 from sana_core.runtime.image_files import levels
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation
-from sana_core.training.trainer import read_shift, train
+from sana_core.training.trainer import check_base, train
 
 PROMPTS = ("a red circle on a blue background", "a watercolour of a red lighthouse on the sea at dusk")
 STEPS = 6
@@ -32,7 +32,7 @@ def test_the_pictures_of_a_run_are_those_of_its_file(tmp_path, name, shift, kind
         method=Method(kind, rank=4, alpha=3.0, targets="both"),
         validation=Validation(every=4, prompts=PROMPTS, steps=STEPS),
     )
-    assert read_shift(settings) == shift
+    assert check_base(settings) == shift
     file = train(settings)
     pipeline = library_pipeline(model)
     assert isinstance(pipeline.scheduler, DPMSolverMultistepScheduler) and pipeline.scheduler.config.flow_shift == shift
