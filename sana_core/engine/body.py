@@ -225,7 +225,9 @@ class Body:
         if self.loaded == job.models:
             return False
         self.release()
-        self.inspect = cache(lambda path: self.checkpoint or inspect_checkpoint(path))
+        # Without `self`: a cycle would keep the models in memory until the garbage collector runs.
+        checkpoint = self.checkpoint
+        self.inspect = cache(lambda path: checkpoint or inspect_checkpoint(path))
         for path, weights in job.weights.items():
             if differs := difference(fingerprint(inspect_checkpoint(path)), weights):
                 raise CheckpointError(f"{path}: not what the driver has ({differs}); copy the same files there")

@@ -1,5 +1,6 @@
 """From prompt to picture without a host, against diffusers' own pipeline."""
 
+import gc
 import re
 from typing import get_type_hints
 
@@ -53,6 +54,18 @@ def test_the_same_seed_gives_the_same_picture_and_another_seed_another(checkpoin
     first, again, other = (sana_core.generate([PROMPT], checkpoint, seed=s, **SIZE) for s in (5, 5, 6))
     assert torch.equal(first, again)
     assert (first - other).abs().mean() > 0.01
+
+
+def test_the_models_leave_memory_with_the_images(checkpoint):
+    """Not only when Python looks for cycles, because the next call may need the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        sana_core.generate(PROMPT, checkpoint, steps=1, **SIZE)
+        kinds = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, torch.nn.Module)]
+    finally:
+        gc.enable()
+    assert "SanaTransformer2DModel" not in kinds and "AutoencoderDC" not in kinds
 
 
 def test_another_number_of_threads_is_the_same_but_for_rounding(checkpoint):
