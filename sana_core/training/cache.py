@@ -548,7 +548,7 @@ def is_digest(value: object) -> bool:
 
 
 def is_size(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
+    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and 0 < side < 2**31 for side in value)
 
 
 def digest_range(place: FileRange, name: str) -> str:
