@@ -18,6 +18,7 @@ from .errors import InputError
 from .generate import collect, find_backend
 from .model.instruction import empty_instruction, encode_instruction
 from .model.known_models import VIBE, edit_size, edits_images
+from .runtime.accelerator import empty_cache
 from .runtime.checks import check_number
 from .runtime.image_files import levels
 from .sampling.guidance import LARGEST_GUIDANCE, EditImage
@@ -78,6 +79,8 @@ def edit_images(
     texts.append(empty_instruction(reader.head, texts[0]))
     *embeddings, negative = [(embeds.cpu(), torch.ones(embeds.shape[:2])) for embeds in texts]
     del reader
+    # The worker of this device is another process, which cannot use memory that this one reserves.
+    empty_cache(used_devices[0])
     inputs = ImageInputs()
     if image is not None:
         autoencoder = load_decoder(info, used_devices[0], settings.dtype)
@@ -85,6 +88,7 @@ def edit_images(
         latents = encode_images(autoencoder, pixels.to(autoencoder.dtype)).float() * autoencoder.config.scaling_factor
         inputs = ImageInputs(edit=EditImage(latents, image_guidance))
         del autoencoder
+        empty_cache(used_devices[0])
     workload = Workload(prompts, specs, encoded=(dict(zip(prompts, embeddings, strict=True)), negative), inputs=inputs)
     generated = find_backend(None, no_status, split)
 
