@@ -1,5 +1,6 @@
 """The graph that most tests begin with, models of other kinds, and files in ComfyUI's folders."""
 
+import json
 import shutil
 
 import layouts
@@ -39,6 +40,19 @@ def base_graph():
         }
 
     return build
+
+
+@pytest.fixture
+def operators_file(host):
+    """The server's cluster.json, with a cluster that is not there."""
+    import folder_paths
+
+    file = host.models.parent / "user" / "__sana" / "cluster.json"
+    assert folder_paths.get_system_user_directory("sana") == str(file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"address": "ray://127.0.0.1:1"}))
+    yield file
+    file.unlink()
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,6 @@ from in_process import NodeError
 
 
 @pytest.fixture
-def operators_file(host):
-    """The server's cluster.json, with a cluster that is not there."""
-    import folder_paths
-
-    file = host.models.parent / "user" / "__sana" / "cluster.json"
-    assert folder_paths.get_system_user_directory("sana") == str(file.parent)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"address": "ray://127.0.0.1:1"}))
-    yield file
-    file.unlink()
-
-
-@pytest.fixture
 def cluster_graph(base_graph):
     """A function of changes of the inputs: the batch of one prompt on the cluster."""
 

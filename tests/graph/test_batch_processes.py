@@ -189,6 +189,9 @@ def test_nvidia_s_reference_and_weights_of_eight_bits(batch_graph, check):  # no
 def test_sana_sprint(batch_graph, check, variants):  # noqa: F811
     graph = batch_graph(count=1, sampler="scm", steps=2)
     graph["load"][1]["model"] = "sprint"
+    # The model has no negative prompt, so two of them have no effect.
+    graph["combine"] = ("ConditioningCombine", {"conditioning_1": ["negative", 0], "conditioning_2": ["negative", 0]})
+    graph["batch"][1]["negative"] = ["combine", 0]
     check(graph)
 
 

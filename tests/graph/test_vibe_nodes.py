@@ -140,7 +140,9 @@ def test_guidance_of_core_without_effect_changes_no_edit(host, build, node, inpu
 
 def test_guidance_of_core_that_separates_the_passes_is_refused(host, build):
     graph = build(model=("guidance", 0))
-    graph["guidance"] = ("SkipLayerGuidanceDiTSimple", {"model": ["load", 0], **SKIPPED})
+    # In the first steps it would change nothing yet.
+    skipped = {**SKIPPED, "start_percent": 0.7}
+    graph["guidance"] = ("SkipLayerGuidanceDiTSimple", {"model": ["load", 0], **skipped})
     with pytest.raises(NodeError, match="model: got SkipLayerGuidanceDiTSimple, which needs layers"):
         host.run(graph)
 
@@ -277,6 +279,11 @@ def test_edits_on_gpus_are_the_cpus(host, build, state, node):
     assert (got["image"] - expected["image"]).abs().max() <= BOUND
     if "batch" in got:
         assert (got["batch"]["samples"][1] - expected["latent"]["samples"][0]).abs().max() <= BOUND
+
+
+def test_a_cluster_is_refused(host, build, operators_file):
+    with pytest.raises(NodeError, match="^model: got VIBE, which a cluster does not run"):
+        host.run(batched(build(), "cluster"))
 
 
 def test_a_split_edit_is_the_whole_edit(host, build):

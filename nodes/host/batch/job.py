@@ -244,12 +244,16 @@ def init_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, Packed | Non
 def edited_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, float] | None:
     """Return the latents in the model's scale and the guidance of the image that VIBE edits. None: without an image.
 
-    Raises InputError if the two prompts have different images.
+    Raises InputError for VIBE on a cluster, and if the two prompts have different images.
     """
-    ((_, positive),), ((_, negative),), noise = batch.positive, batch.negative, batch.latent["samples"]
     model = batch.model.model
     record = model_of(model.diffusion_model.config)
-    if not record.architecture.edits or not IMAGES & (positive.keys() | negative.keys()):
+    if not record.architecture.edits:
+        return None
+    if reader is CLUSTER:
+        raise InputError("model: got VIBE, which a cluster does not run, expected SANA; choose all in devices")
+    ((_, positive),), ((_, negative),), noise = batch.positive, batch.negative, batch.latent["samples"]
+    if not IMAGES & (positive.keys() | negative.keys()):
         return None
     image, other = (
         model.edited_latents(field, noise, **options)

@@ -21,7 +21,7 @@ from ..compat.patches import CORE_NODES
 from ..report import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from comfy.model_patcher import ModelPatcher
 
@@ -58,7 +58,7 @@ def begin(executor, noise, latent_image, sampler, *args, **kwargs):
         raise InputError(f"sampler: got {sampler!r:.40}, expected a SAMPLER; connect an output of that type")
     guider = executor.class_obj
     options, model = guider.model_options, guider.model_patcher.model
-    check_guidance(options)
+    check_guidance(options, edits_images(model.diffusion_model.config))
     model.check_latent("latent_image", noise.shape)
     check_hooks(model.diffusion_model, guider.conds)
     notes = options["transformer_options"].get(BATCH_NOTES) or Notes()
@@ -106,13 +106,17 @@ def unused(options: dict) -> list[str]:
     return [*names, *(["ScaleROPE"] if "rope_options" in options else [])]
 
 
-def node_of(patch: Callable) -> str:
+def node_of(patch: object) -> str:
     """Return the class or function in which `patch` was defined."""
     return getattr(patch, "__qualname__", type(patch).__qualname__).partition(".")[0]
 
 
-def check_guidance(options: dict) -> None:
+def check_guidance(options: dict, is_edit: bool) -> None:
     """Raise InputError for a node whose guidance needs a result of its patch of a layer."""
+    passes = node_of(options.get("sampler_calc_cond_batch_function"))
+    if is_edit and passes == "SkipLayerGuidanceDiTSimple":
+        # It computes the positive prompt apart, so the image's guidance would have no effect in its steps.
+        require_layers([passes])
     guidance = [*options.get("sampler_pre_cfg_function", ()), *options.get("sampler_post_cfg_function", ())]
     require_layers(set(map(node_of, guidance)) & set(unused(options["transformer_options"])))
 

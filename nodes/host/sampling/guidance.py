@@ -20,7 +20,6 @@ from ....sana_core.model.known_models import SPRINT, edits_images, is_video, mod
 from ....sana_core.model.reference import reference_of
 from ....sana_core.sampling.guidance import PerturbedAttention, image_shift, perturbed_attention
 from ..compat.patches import IMAGE_GUIDANCE, INTERVAL, PERTURBED, SHARED_MASK
-from .core_nodes import require_layers, unused
 from .model import SanaModel
 from .prompts import Prompt, PromptCondition
 
@@ -155,9 +154,6 @@ def add_image_guidance(patcher: ModelPatcher) -> None:
             # Guidance of other nodes compares this pass with the shifted ones of the same step.
             return [executor(base, conds, x, sigma, options)[0] + shared[IMAGE_GUIDANCE]]
         shared.pop(IMAGE_GUIDANCE, None)
-        if conds[0] is None:
-            # The passes of SkipLayerGuidanceDiTSimple are two calls.
-            require_layers(unused(shared))
         # Core's DualCFGGuider has the formula itself. Its positive prompt is the last one.
         if find_positive(conds) != 0 or not conds[1]:
             return executor(base, conds, x, sigma, options)
