@@ -314,12 +314,12 @@ def describe_layout(layout: Layout, parameters: Mapping[str, nn.Parameter], devi
 
 
 def gather(
-    shards: Shards, device: torch.device, dtype: torch.dtype | None, first: bool, trained_alone: bool
+    shards: Shards, device: torch.device, dtype: torch.dtype | None, first: bool, only_trained: bool
 ) -> list[nn.Module]:
     """Return the models with whole weights on `device` on the first rank, no models on the others.
 
     Trained weights are converted to `dtype`. None: they keep theirs. One weight after another is gathered. With
-    `trained_alone` only the trained weights are gathered, and the embeddings that a ControlNet shares with its
+    `only_trained` only the trained weights are gathered, and the embeddings that a ControlNet shares with its
     transformer. All other weights stay empty.
     """
     models = copy.deepcopy(list(shards.empty_models)) if first else []
@@ -327,7 +327,7 @@ def gather(
         filled = {}
         shares_embeddings = number > 0
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad or shares_embeddings or not trained_alone:
+            if parameter.requires_grad or shares_embeddings or not only_trained:
                 full = parameter.detach()
                 if parameter.requires_grad and dtype is not None:
                     # Converted before it is gathered, so that no rank holds it in both dtypes.

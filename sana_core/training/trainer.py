@@ -239,7 +239,7 @@ class Trainer:
 
     @property
     def last_adapter_file(self) -> str:
-        """The name of the last step's adapter. It is written only if another step is the best."""
+        """The name of the last step's adapter, beside `adapter_file` of the best. Only runs with a best have it."""
         return f"{self.settings.name}-last.safetensors"
 
     @property
@@ -411,6 +411,7 @@ class Trainer:
             )
         self.progress = self.progress._replace(position=0)
         _, has_ended = self.loader.advance(self.progress)
+        # A run that ended before the epoch keeps its best validation.
         if not has_ended:
             # The phase continues. The held-out images may have changed too, so losses before cannot be compared.
             self.best = self.validated_step = None
@@ -460,7 +461,7 @@ class Trainer:
             logger.warning("compile: %.150s; going on without it", reason or "another rank cannot compile")
 
     def eager(self) -> AbstractContextManager[object]:
-        """A context without compiled blocks. A compiler changes no validation, and compiles nothing for it."""
+        """A context in which no block runs compiled, so that validations do not depend on the compiler."""
         return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
 
     def warm_up_ddp_buckets(self) -> None:
@@ -495,13 +496,15 @@ class Trainer:
                 is_best = self.best is not None and self.best.step == step
                 is_due = self.has_ended or step % self.settings.save_every == 0 or is_best
                 if is_due:
+                    # The error of an earlier save is raised here, where it saves this step.
                     self.wait_for_save()
             if is_due:
                 self.save()
             if self.has_ended:
                 self.wait_for_save()
                 # A callback of the first rank may have failed at the last step.
-                return self.ranks.agree(self.report_error)
+                self.ranks.agree(self.report_error)
+                return
             line = self.take_step()
             if line is not None:
                 self.ranks.run_on_rank0(partial(self.log.add, line))
@@ -553,7 +556,7 @@ class Trainer:
                 self.ranks.run_on_rank0(partial(self.log.add, line))
                 self.report_line(line)
             if self.settings.validation.prompts:
-                models = self.gather_models(self.device, trained_alone=False)
+                models = self.gather_models(self.device, only_trained=False)
                 self.ranks.run_on_rank0(lambda: self.preview(models, best))
                 models = []
                 empty_cache(self.device)
@@ -628,14 +631,15 @@ class Trainer:
         if self.settings.loss.kind == CONSISTENCY:
             guidance = torch.full(times.shape, GUIDANCE)
             point, prompt, weight = self.on_trajectory(batch, noise, times, guidance)
+            # This loss is never compiled, see `can_compile`.
             return consistency_error(self.transformer, point, prompt, weight)
         with self.eager():
             return self.batch_loss(batch, noise, training_sigmas(times, self.shift).float().to(self.device))
 
-    def gather_models(self, device: torch.device, trained_alone: bool) -> list[Any]:
+    def gather_models(self, device: torch.device, only_trained: bool) -> list[Any]:
         """Return the models with whole weights on the first rank, no models on the others. All ranks have to call this.
 
-        Without shards they are the models themselves. Shards are gathered on `device`. With `trained_alone`, weights
+        Without shards they are the models themselves. Shards are gathered on `device`. With `only_trained`, weights
         that the exported file does not need stay empty. If no adapter is trained, shards are gathered in the dtype in
         which they are saved. Adapters keep their dtype, because they are scaled before they are converted.
         """
@@ -643,7 +647,7 @@ class Trainer:
         if shards is None:
             return self.models if self.ranks.first else []
         dtype = None if settings.method.is_adapter else getattr(torch, settings.dtype)
-        return gather(shards, device, dtype, self.ranks.first, trained_alone)
+        return gather(shards, device, dtype, self.ranks.first, only_trained)
 
     def preview(self, models: list[Any], best: Best | None) -> None:
         """Generate and show the validation's images, and write the sheet of all validations, which marks the `best`."""
@@ -677,11 +681,12 @@ class Trainer:
             state = SavedState(self.progress, values, self.config, digests, self.best, self.validated_step)
             new = NewState(self.out, self.parts, state, self.layout)
             new.write(tensors, self.gather_and_export)
+        # Without a new state it stores the validation, and removes old states.
         self.saver.begin(new, step, self.best, self.validated_step)
 
     def wait_for_save(self) -> None:
         """Wait until the last state is in its place. If that has failed, raise the error, but only once."""
-        # A failed `wait` forgets it.
+        # A failed `wait` resets it.
         last = self.saver.saved_step
         try:
             self.saver.wait()
@@ -696,15 +701,15 @@ class Trainer:
         with self.evaluation_weights():
             method = self.settings.method
             needs_base = method.is_adapter and ADAPTERS[method.kind].needs_base
-            models = self.gather_models(torch.device("cpu"), trained_alone=not needs_base)
+            models = self.gather_models(torch.device("cpu"), only_trained=not needs_base)
             self.ranks.run_on_rank0(lambda: self.export(models, part))
 
     def export(self, models: list[Any], folder: Path) -> None:
         """Write the files that other programs load: the adapter, or the weights in diffusers' layout."""
         settings = self.settings
         if not settings.method.is_adapter:
-            with as_saved(settings, models):
-                models[-1].save_pretrained(folder / self.weights_folder)
+            with as_saved(settings, models) as saved:
+                saved[-1].save_pretrained(folder / self.weights_folder)
             return
         (transformer,) = models
         tensors = trained_model.adapter_tensors(transformer, getattr(torch, settings.dtype))
@@ -727,6 +732,7 @@ class Trainer:
             self.check_step()
             began = time.perf_counter()
             microbatches, images = loader.load(progress)
+            # After an epoch without images, the loader raises.
             loader.steps_without_images = 0 if images else loader.steps_without_images + 1
             if not images:
                 return None
@@ -773,7 +779,7 @@ class Trainer:
         """
         ranks = self.ranks
         begin = partial(self.compute_up_to_last_backward, microbatches, total)
-        # The function of run_on_all must not communicate. DDP does only in the last backward, FSDP in each forward.
+        # The function of `run_on_all` must not communicate. DDP does only in the last backward, FSDP in each forward.
         losses, last_loss = ranks.run_on_all(begin) if self.layout.shards is None else begin()
         last_loss.backward()
         # The graph of the loss holds memory.
@@ -803,8 +809,8 @@ class Trainer:
     ) -> tuple[list[list[float]], torch.Tensor]:
         """Compute the gradients of a step, except for the last backward. `total` is the number of images of all ranks.
 
-        Returns the losses of the images of each microbatch, and the loss whose backward is still to be computed. That
-        backward needs neither context: checkpoints store their random state, and DDP averages in it.
+        Returns the losses of the images of each microbatch, and the loss whose backward is still to be computed. It may
+        run outside of the two contexts below: checkpoints restore their random state, and DDP averages in it.
         """
         values: list[list[float]] = []
         for number, microbatch in enumerate(microbatches, 1):
@@ -812,6 +818,7 @@ class Trainer:
             key = self.settings.seed, self.progress.step, number, self.ranks.rank
             dropout = seeded_dropout(self.device, key) if self.settings.method.dropout else nullcontext()
             with dropout, self.layout.backward(is_last) as compute:
+                # DDP's replica calls it, to prepare the sum of the gradients.
                 losses = compute(partial(self.microbatch_loss, microbatch))
                 # One copy from the device, which waits for it.
                 values.append(losses.detach().tolist())

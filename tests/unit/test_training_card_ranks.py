@@ -51,7 +51,7 @@ def cases():
 def one_step(run_settings, ranks, variant, reference):
     state = begin(run_settings, ranks, variant, reference)
     loss, norm = take_step(state, numbers(), GROUP, TrainProgress(), 1e-3)
-    return state, loss, norm, weights_of(state.gather_models(torch.device("cpu"), trained_alone=True))
+    return state, loss, norm, weights_of(state.gather_models(torch.device("cpu"), only_trained=True))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("fsdp_offload", marks=pytest.mark.slow)])
@@ -154,7 +154,7 @@ def test_previews_of_a_divided_model_hold_one_copy_in_their_precision():
             torch.cuda.reset_peak_memory_stats()
             before = cards.alive[device]
             with state.evaluation_weights():
-                gathered = state.gather_models(device, trained_alone=False)
+                gathered = state.gather_models(device, only_trained=False)
                 if gathered:
                     with as_saved(state.settings, gathered) as (transformer,):
                         assert {weight.dtype for weight in transformer.parameters()} == {torch.bfloat16}

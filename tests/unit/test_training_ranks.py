@@ -67,7 +67,7 @@ def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
         take_step(learner, numbers(), group, TrainProgress(step), rate or 1.0) for step, group in enumerate(groups)
     ]
     held_out = validation_loss(learner, numbers())
-    return results, held_out, weights_of(learner.gather_models(torch.device("cpu"), trained_alone=True))
+    return results, held_out, weights_of(learner.gather_models(torch.device("cpu"), only_trained=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +120,7 @@ def test_a_save_of_a_controlnet_gathers_no_block_of_its_transformer():
     def gathered(ranks):
         base = tiny_transformer(layers=2).requires_grad_(False)
         models = make_trainer(base, 3.0, settings("fsdp", "controlnet"), ranks=ranks).gather_models(
-            torch.device("cpu"), trained_alone=True
+            torch.device("cpu"), only_trained=True
         )
         return [[name for name, weight in model.named_parameters() if weight.is_meta] for model in models]
 
