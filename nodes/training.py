@@ -283,9 +283,9 @@ def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.I
 
 
 def checked(node: type[io.ComfyNode], values: dict) -> dict:
-    """Return the `values` of widgets, with whole numbers as int.
+    """Return the `values` of widgets, with whole numbers as int. The first wrong one raises InputError.
 
-    ComfyUI checks what a user enters. It does not check a value that comes over a link.
+    ComfyUI checks only the values that a user enters, not the values of links.
     """
     values = dict(values)
     for node_input in node.define_schema().inputs:
