@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from os import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -400,6 +401,8 @@ class Store:
         self.parts = parts
         # The entries that this process has written, or whose digest it has checked.
         self.checked_paths: set[str] = set()
+        # The keys of files in each `FileMemo`, with the stamps of their first use.
+        self.file_keys: dict[FileRange, str] = {}
 
     def path(self, kind: str, key_values: Sequence[object]) -> str:
         """Return the path of the entry with this key.
@@ -430,7 +433,7 @@ class Store:
     def has(self, path: str, least: int = 1) -> bool:
         """Whether the entry `path` exists and has at least `least` bytes. `read` checks its digest."""
         try:
-            return Path(path).stat().st_size >= least
+            return stat(path).st_size >= least
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -522,12 +525,15 @@ class FileMemo:
 
     def of(self, place: FileRange, name: str) -> Any:
         """Return the value of the bytes at `place`. Errors call them `name`."""
-        try:
-            stat = size_and_times(place.file)
-        except OSError:
-            # Reading it raises an error that names the image.
-            return self.compute(place, name)
-        key = digest_of(json.dumps([str(place.file.absolute()), place.start, place.length, stat]).encode())
+        key = self.store.file_keys.get(place)
+        if key is None:
+            try:
+                stamps = size_and_times(place.file)
+            except OSError:
+                # Reading it raises an error that names the image.
+                return self.compute(place, name)
+            document = [str(place.file.absolute()), place.start, place.length, stamps]
+            key = self.store.file_keys[place] = digest_of(json.dumps(document).encode())
         if key not in self.values:
             self.values[key] = self.compute(place, name)
             self.changed = True

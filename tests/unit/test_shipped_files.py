@@ -18,7 +18,7 @@ BANNED_MODULES = {"pickle", "subprocess", "socket", "os", "ctypes", "urllib", "r
 # nothing else makes a file safe from a power cut, lists 100,000 files in a second, names a rank of a training, or ends
 # one that waits in vain
 DESCRIPTORS = {"O_RDONLY", "O_WRONLY", "close", "devnull", "dup2", "fstat", "fsync", "open"}
-ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "cpu_count", "getpid", "scandir"}}
+ALLOWED_NAMES = {"os": {*DESCRIPTORS, "_exit", "cpu_count", "getpid", "scandir", "stat"}}
 BANNED_ATTRIBUTES = {("sys", "path"), ("os", "environ"), ("os", "system")}
 # These methods of diffusers and transformers look up classes, code, weights or kernels by names in a folder's JSON.
 LOOKUPS = {"from_pretrained", "from_config", "from_single_file", "load_config", "get_class_from_dynamic_module"}
