@@ -106,6 +106,8 @@ def main() -> None:
     figures["milliseconds"] = {way: round(1e3 * statistics.median(values), 1) for way, values in seconds.items()}
     figures["compiled / checkpointing"] = ratio("compiled", "checkpointing")
     figures["compiled / all values kept"] = ratio("compiled", "all values kept")
+    # Without the code of the measured steps, whose fused loops are not recorded.
+    torch._dynamo.reset()
     torch._inductor.config.cpp.enable_kernel_profile = True
     figures["launches"] = {way: launches(step_of(*settings)) for way, settings in WAYS.items()}
     write(__file__, figures, only_print=options.show)

@@ -237,6 +237,8 @@ def test_the_table_of_the_hosts_time_quotes_the_last_run():
     ratios = figures["compiled / checkpointing"], figures["compiled / all values kept"]
     sentence = "takes x{:.2f} of the host's time of one with checkpointing, and x{:.2f} of one without"
     assert sentence.format(*ratios) in page
+    counts = [figures["launches"][way] for way in ("compiled", "checkpointing", "all values kept")]
+    assert "It launches {} operations instead of {} and {}".format(*counts) in page and counts[0] <= 4000
 
 
 def product_speed(pixels):
