@@ -79,8 +79,8 @@ def measure(channels: int, side: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="only print the figures, and do not write them")
     options = parser.parse_args()
     sys.path.insert(0, str(comfyui_path()))

@@ -299,3 +299,13 @@ def test_other_pages_quote_the_last_runs():
 
 def test_the_bundled_recipe_has_its_figure():
     assert "lora_bundled" in read("train_recipes")["recipes"]
+
+
+def test_the_page_of_memory_quotes_the_decode_of_other_vaes():
+    figures = [read("decode_kl")[vae] for vae in ("SD", "FLUX")]
+    page = words("docs/memory.md")
+    strips, tiles = (max(vae[way]["error"]["largest"] for vae in figures) for way in ("strips", "tiles"))
+    assert strips <= 3e-6 and f"was {strips:.0e} of the range, and {tiles:.2f} with tiles".replace("e-0", "e-") in page
+    times = [sorted(vae[way]["time"] for vae in figures) for way in ("strips", "tiles")]
+    (least, most), (low, high) = times
+    assert f"took x{least:.2f} to x{most:.2f} of the time, tiles x{low:.1f} to x{high:.1f}" in page
