@@ -1,9 +1,9 @@
 """Decode of an AutoencoderKL in strips and in ComfyUI's tiles, beside ComfyUI's full decode.
 
 `python -m benchmarks.decode_kl` writes benchmarks/decode_kl.json. The VAEs have the layers of SD's and FLUX's with
-random weights, so that no download is needed. `error` is the largest and the mean difference from the full decode as a
-part of the range of its pixels, and `time` is the ratio of the seconds. The tiles are those of VAE Decode (Tiled), at a
-quarter of their size because the image is small: 128 px with an overlap of 16. Everything runs on the CPU in fp32.
+random weights, so that no download is needed. `error` is the largest and the mean difference from the full decode as
+a part of the range of its pixels, and `time` is the ratio of the seconds. The tiles have a quarter of the size in VAE
+Decode (Tiled) because the image is small: 128 px with an overlap of 16. Everything runs on the CPU in fp32.
 """
 
 from __future__ import annotations

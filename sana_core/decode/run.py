@@ -61,13 +61,14 @@ def decode_tiles(
         for length, side, starts in ((height, size[0], rows), (width, size[1], columns))
     )
     band = torch.zeros(len(latents), 3, scale * size[0], scale * width, device=latents.device)
-    for index, top in enumerate(rows):
-        for column, left in enumerate(columns):
+    for index, first_row in enumerate(rows):
+        for column, first_column in enumerate(columns):
             with Polled(poll):
-                pixels = decoder(latents[:, :, top : top + size[0], left : left + size[1]])
-            y, x = slice(scale * top, scale * (top + size[0])), slice(scale * left, scale * (left + size[1]))
+                pixels = decoder(latents[:, :, first_row : first_row + size[0], first_column : first_column + size[1]])
+            y = slice(scale * first_row, scale * (first_row + size[0]))
+            x = slice(scale * first_column, scale * (first_column + size[1]))
             band[:, :, :, x] += pixels * down[index, y, None] * across[column, x]
-        finished = scale * ((rows[index + 1] if index + 1 < len(rows) else height) - top)
+        finished = scale * ((rows[index + 1] if index + 1 < len(rows) else height) - first_row)
         yield band[:, :, :finished].to(latents.dtype)
         # Move the unfinished rows, which the next tiles overlap, to the top.
         band = torch.cat([band[:, :, finished:], torch.zeros_like(band[:, :, :finished])], dim=2)

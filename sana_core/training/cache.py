@@ -401,7 +401,7 @@ class Store:
         self.parts = parts
         # The entries that this process has written, or whose digest it has checked.
         self.checked_paths: set[str] = set()
-        # The keys of files in each `FileMemo`, with the stamps of their first use.
+        # The key of each file in a `FileMemo`, so that its size and times are read once.
         self.file_keys: dict[FileRange, str] = {}
 
     def path(self, kind: str, key_values: Sequence[object]) -> str:

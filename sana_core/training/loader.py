@@ -56,7 +56,7 @@ def prepare_data(
     each phase, the inputs of the validation's images, and the digest of the models.
     """
     store = store_of(settings)
-    samples = ranks.run_on_all(partial(list_samples, settings, store, poll))
+    samples = ranks.run_on_all(partial(samples_of_phases, settings, store, poll))
     digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
     ids, broken, rank_part = model_ids(digests, settings.dtype), BrokenImages(), slice(ranks.rank, None, ranks.size)
 
@@ -103,7 +103,7 @@ def prepare_data(
     return data, inputs, model
 
 
-def list_samples(settings: TrainingSettings, store: Store, poll: Poll) -> list[list[Sample]]:
+def samples_of_phases(settings: TrainingSettings, store: Store, poll: Poll) -> list[list[Sample]]:
     """Return the samples of each phase. Headers of unchanged images are not read again."""
     sizes = FileMemo(store, SIZES, upright_size, is_size)
     try:

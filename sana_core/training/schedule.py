@@ -279,10 +279,14 @@ def advance(
         progress = TrainProgress(progress.step, progress.phase + 1)
 
 
+def images_of_buckets(data: PhaseData) -> Counter[Bucket]:
+    """Return the number of images of each bucket in an epoch."""
+    return Counter(data.samples[index].bucket for index in data.learned)
+
+
 def count_epoch_steps(phase: Phase, data: PhaseData) -> int:
     """Return the number of steps of an epoch. Every epoch has the same images, and so the same number."""
-    images = Counter(data.samples[index].bucket for index in data.learned)
-    batches = sum(math.ceil(count / phase.batch) for count in images.values())
+    batches = sum(math.ceil(count / phase.batch) for count in images_of_buckets(data).values())
     return math.ceil(batches / phase.accumulate)
 
 

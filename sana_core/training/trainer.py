@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -429,7 +428,7 @@ class Trainer:
         shapes = {
             (bucket, images)
             for phase, data in zip(settings.phase, self.data, strict=True)
-            for bucket, count in Counter(data.samples[index].bucket for index in data.learned).items()
+            for bucket, count in schedule.images_of_buckets(data).items()
             for images in (min(phase.batch, count), count % phase.batch)
             if images
         }
