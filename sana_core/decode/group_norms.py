@@ -3,7 +3,7 @@
 Its GroupNorms need the mean and the variance of a whole map, so strips alone give other pixels. Here each convolution
 runs in strips over its whole input before the next one begins. The strips of its output are stored, on the device or in
 RAM, and their means and variances are added up for the next norm. So the device holds a few strips, and the maps that
-fit beside them.
+fit beside them. A GPU copies the next strip from RAM while it computes and stores the present one.
 
 The decoder may be from diffusers or from ComfyUI. Both have the layers in the same order.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,40 @@ class Map:
         """Return rows on `device`: a view of the map if it is there, else a copy."""
         return self.stored[:, :, start:stop].to(device, non_blocking=self.is_async)
 
+    def strips(self, spans: list[tuple[int, int]], device: torch.device) -> Iterator[torch.Tensor]:
+        """Yield the rows of each span, as `rows` does. A GPU copies the next strip while it computes with this one.
+
+        Two buffers take turns. A copy waits for the work that was launched before, which reads its buffer.
+        """
+        if not self.is_async:
+            yield from (self.rows(*span, device) for span in spans)
+            return
+        module, (_, channels, _, width) = torch.get_device_module(device), self.stored.shape
+        shape = 1, channels, max(stop - start for start, stop in spans), width
+        options: Json = {"dtype": self.stored.dtype, "device": device, "memory_format": torch.channels_last}
+        buffers = [torch.empty(shape, **options) for _ in spans[:2]]
+        computing, copying = module.current_stream(device), module.Stream(device)
+
+        def copy(number: int) -> tuple[torch.Tensor, Any]:
+            start, stop = spans[number]
+            rows = buffers[number % 2][:, :, : stop - start]
+            copying.wait_stream(computing)
+            with module.stream(copying):
+                rows.copy_(self.stored[:, :, start:stop], non_blocking=True)
+            return rows, copying.record_event()
+
+        try:
+            following = copy(0)
+            for number in range(len(spans)):
+                rows, copied = following
+                if number + 1 < len(spans):
+                    following = copy(number + 1)
+                computing.wait_event(copied)
+                yield rows
+        finally:
+            # After an error or a cancel a copy may still run, and other work could receive its buffer.
+            computing.wait_stream(copying)
+
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store rows of the output of a step, and note their mean and variance. `rows` may be overwritten."""
         self.stored[:, :, start : start + rows.shape[2]].copy_(rows, non_blocking=self.is_async)
@@ -258,8 +293,8 @@ class Decode:
             if number == len(steps) - 1:
                 target = Map(out)
             elif step.ends and block_input is not None:
-                # Each strip of the input is read before its rows are overwritten.
-                target = Map(block_input.stored[:, :channels])
+                # A strip of the output ends before the input's next strip begins, which may be read already.
+                target = Map(narrowed(block_input.stored, channels))
             else:
                 target = Map(self.store(channels, height, width))
             self.convolve(step, x, block_input if step.ends else None, target)
@@ -269,11 +304,13 @@ class Decode:
 
     def convolve(self, step: Convolution, source: Map, residual: Map | None, target: Map) -> None:
         norm = None if step.norm is None else Norm(step.norm, source, self.device)
-        height, scale = source.stored.shape[2], 1 + step.doubles
-        for start, stop in chunks(height, strip_rows(step, source.stored.shape[3], self.plan.strip)):
+        (height, width), scale = source.stored.shape[2:], 1 + step.doubles
+        spans = list(chunks(height, strip_rows(step, width, self.plan.strip)))
+        windows = source.strips([(max(0, start - 1), min(height, stop + 1)) for start, stop in spans], self.device)
+        residuals = repeat(None) if residual is None else residual.strips(spans, self.device)
+        for (start, stop), window, added in zip(spans, windows, residuals, strict=False):
             self.poll()
             above, below = min(1, start), min(1, height - stop)
-            window = source.rows(start - above, stop + below, self.device)
             if norm is not None:
                 window = norm(window)
             if step.doubles:
@@ -282,10 +319,8 @@ class Decode:
             del window
             # The rows beside the strip have seen zeros in place of their neighbours.
             rows = rows[:, :, scale * above : rows.shape[2] - scale * below]
-            if residual is not None:
-                added = residual.rows(start, stop, self.device)
+            if added is not None:
                 rows = rows.add_(added if step.shortcut is None else step.shortcut(added))
-                del added
             target.write(scale * start, rows)
             self.progress(rows.shape[2] * rows.shape[3] * math.prod(step.widths))
             del rows
@@ -312,6 +347,16 @@ class Decode:
             output.write(start, step.project(attended).add_(rows))
             del rows, query, attended
         x.moments = output.moments
+
+
+def narrowed(stored: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return the first memory of a map [1, C, h, w] as a map with fewer `channels`, in the same layout.
+
+    A part of the channels would not be contiguous, and torch copies such maps through others.
+    """
+    shape = 1, channels, *stored.shape[2:]
+    layout = torch.contiguous_format if stored.is_contiguous() else torch.channels_last
+    return stored.as_strided(shape, torch.empty(shape, device="meta", memory_format=layout).stride())
 
 
 def tokens(x: torch.Tensor) -> torch.Tensor:
@@ -348,8 +393,8 @@ class Stored(NamedTuple):
 def predict(steps: list[Step], latents: tuple[int, int, int], element: int, strip: int, resident: int) -> NormPlan:
     """Return the plan for `latents` (channels, height, width), with its memory. `element`: bytes of a number.
 
-    A step needs its maps and, in a strip, the larger of: a copy of the input and its norm; the norm and the enlarged
-    map; input and output of the convolution; the output and the residual; the output and its copy in float32.
+    A step needs its maps, two copies of the rows of those in RAM and, in a strip, the largest of: the norm and the
+    enlarged map; input and output of the convolution; the output and the shortcut's; the output and its float32 copy.
     """
     on_device = in_ram = 0
     channels, height, width = latents
@@ -368,21 +413,15 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
         scale, (inner, outer) = 1 + step.doubles, step.widths
         rows = min(height, strip_rows(step, width, strip))
         window, output = (element * min(height, rows + 2) * width * channels for channels in (inner, scale**2 * outer))
-        copied, normed, enlarged = (
-            not x.on_device and window,
-            step.norm is not None and window,
-            step.doubles and 4 * window,
-        )
-        added = 0
+        normed, enlarged = step.norm is not None and window, step.doubles and 4 * window
+        copies, copied, added = min(2, -(-height // rows)), not x.on_device and window, 0
         if step.ends and block_input is not None:
-            # A copy of the block's input if it is in RAM, and the output of the shortcut if there is one.
-            copied_width = outer if step.shortcut is None else step.shortcut.in_channels
-            channels = (not block_input.on_device and copied_width) + (step.shortcut is not None and outer)
-            added = element * rows * width * channels
-        beside = max(
-            copied + normed,
-            (normed or copied) + enlarged,
-            (enlarged or normed or copied) + output,
+            carried = outer if step.shortcut is None else step.shortcut.in_channels
+            copied += not block_input.on_device and element * rows * width * carried
+            added = step.shortcut is not None and element * rows * width * outer
+        beside = copies * copied + max(
+            normed + enlarged,
+            (enlarged or normed) + output,
             output + max(added, FLOAT32 * rows * width * scale**2 * outer),
         )
         height, width = scale * height, scale * width

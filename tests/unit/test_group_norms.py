@@ -1,6 +1,8 @@
 """Decodes with the VAE of SD, SD3 and FLUX, layer by layer in strips: the pixels, the memory, and the refusals."""
 
+import copy
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from diffusers import AutoencoderDC, AutoencoderKL
 from fake_accelerator import FIRST, Counter, fake_accelerators
 from PIL import Image
+from pretend_card import pretend_cards
+from pretend_streams import Races, Stream, pretend_streams
 from safetensors.torch import save_file
 
 from sana_core.__main__ import main
@@ -145,10 +149,54 @@ def test_a_gpu_needs_what_is_predicted(released_steps, pixels, gigabytes, in_ram
     plan = choose_plan(released_steps, latents, gigabytes * 1e9, EVERYTHING)
     assert plan.device_bytes <= gigabytes * 1e9 and (plan.ram_bytes > 0) == in_ram
     counter = Counter()
-    with fake_accelerators(counter), torch.no_grad():
+    with pretend_streams(Races()), fake_accelerators(counter), torch.no_grad():
         decode = group_norms.Decode(plan, FIRST, torch.bfloat16, group_norms.no_poll, lambda work: None)
         decode.run(released_steps, latents, torch.empty(1, 3, pixels, pixels, dtype=torch.bfloat16))
     assert 0.95 <= plan.device_bytes / counter.peak[FIRST] <= 1.1
+
+
+def race(vae, polls=10**6):
+    """Decode on a pretended GPU with all maps in RAM. Poll number `polls` cancels. Return `Races` and distance."""
+    latents, races, numbers = latents_of(1, 4, 9, 6), Races(), iter(range(polls))
+    with torch.no_grad(), pretend_cards() as cards, pretend_streams(races):
+        card = cards.devices[0]
+        steps, on_card = decoder_steps(copy.deepcopy(vae.decoder).to(card)), latents.to(card)
+        plan, out = predict(steps, (4, 9, 6), 4, 2**13, 0), torch.empty(1, 3, 36, 24)
+        with races, suppress(StopIteration):
+            group_norms.Decode(plan, card, torch.float32, lambda: next(numbers), lambda work: None).run(
+                steps, on_card, out
+            )
+    with torch.no_grad():
+        return races, distance(out, vae.decoder(latents))
+
+
+def test_a_gpu_copies_the_next_strip_without_a_race(vae):
+    races, error = race(vae)
+    assert not races.races and races.are_waited_for() and error <= CLOSE
+
+
+def test_a_cancelled_decode_leaves_no_race(vae):
+    for polls in range(20, 60, 8):
+        races, _ = race(vae, polls)
+        assert not races.races and races.are_waited_for()
+
+
+@pytest.mark.parametrize("remaining", [0, 1], ids=["none", "the first of each step"])
+def test_a_race_would_be_seen(vae, monkeypatch, remaining):
+    wait, calls = Stream.wait_stream, {}
+
+    def waits(stream, other):
+        calls[stream] = calls.get(stream, 0) + 1
+        if calls[stream] <= remaining:
+            wait(stream, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", waits)
+    assert race(vae)[0].races
+
+
+def test_a_result_before_its_copy_would_be_seen(vae, monkeypatch):
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+    assert race(vae)[0].races
 
 
 def test_memory_that_runs_out_is_tried_with_less(vae, monkeypatch):
