@@ -30,7 +30,7 @@ from sana_core.memory import count_passes, transformer_bytes
 from sana_core.model.forward import prepare, velocity
 from sana_core.model.known_models import VARIANTS
 from sana_core.model.layers import arrange_convolutions, join_projections
-from sana_core.model.sharded_ops import ShardedOps
+from sana_core.model.row_shards import ShardedOps
 from sana_core.runtime.cancellation import no_poll
 from sana_core.sampling.guidance import denoiser, perturbed_attention
 from sana_core.split.generate import ExchangeBoard, ThreadExchange

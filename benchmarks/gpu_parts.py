@@ -33,8 +33,8 @@ from benchmarks import ROOT
 from benchmarks.machine import host_speed, random_transformer
 from sana_core.batch.pipeline import Conditioning, Models, ResolvedSettings, sample
 from sana_core.batch.plan import ImageSpec
+from sana_core.model.block import Constants
 from sana_core.model.forward import prepare, velocity
-from sana_core.model.forward_inputs import Constants
 from sana_core.model.known_models import VARIANTS, Architecture
 from sana_core.model.layers import arrange_convolutions, join_projections
 from sana_core.sampling.step_graph import Recorder as StepRecorder

@@ -35,8 +35,7 @@ from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..runtime.device_team import DeviceThreads
 from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
-from ..sampling.masked import start_from_image
-from ..sampling.samplers import StepState, find_sampler
+from ..sampling.samplers import StepState, find_sampler, start_from_image
 from ..sampling.schedules import shift_sigmas
 from ..sampling.step_graph import StepGraph, recorder_for
 from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, Workload, samples_one_by_one

@@ -12,7 +12,7 @@ from ..errors import FailedImagesError, InputError
 from ..model.controlnet import Control
 from ..runtime.checks import check_whole
 from ..sampling.guidance import EditImage
-from ..sampling.masked import InitImage
+from ..sampling.samplers import InitImage
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_COUNT = 100_000

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CheckpointError, VersionError
-from ..model.edit_head import HEADS
-from ..model.instruction import InstructionReader
+from ..model.instruction import HEADS, InstructionReader
 from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, TransformerConfig
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
@@ -136,7 +135,7 @@ def library_class(part: Checkpoint) -> Any:
     if part.kind == "text_encoder":
         return Gemma2Model
     if part.kind == "edit_head":
-        from ..model.edit_head import EditHead
+        from ..model.instruction import EditHead
 
         return EditHead
     if part.kind == "qwen3_vl":

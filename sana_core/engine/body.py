@@ -42,7 +42,7 @@ from ..runtime.cancellation import Poll, Polled
 from ..runtime.folder_lock import OWN, check_run
 from ..runtime.text import Json, get_logger
 from ..sampling.guidance import EditImage
-from ..sampling.masked import InitImage
+from ..sampling.samplers import InitImage
 from .switches import set_switches
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import InputError
-from .block import BlockInputs, add, run_block
+from .block import BlockInputs, Constants, add, run_block
 from .forward import embed, embed_time, modulate
-from .forward_inputs import Constants
 from .reference import all_blocks
 
 if TYPE_CHECKING:

@@ -17,8 +17,17 @@ import torch.nn.functional as F
 from ..errors import InputError
 from ..kernels.trial import kernels_on
 from ..runtime.accelerator import has_float64
-from .block import BlockInputs, Carried, add, add_then_norm, run_block, split_heads
-from .forward_inputs import Constants, Perturbation, RowOperations
+from .block import (
+    BlockInputs,
+    Carried,
+    Constants,
+    Perturbation,
+    RowOperations,
+    add,
+    add_then_norm,
+    run_block,
+    split_heads,
+)
 from .reference import all_blocks, reference_of
 from .row_shards import Shard, shard_constants
 

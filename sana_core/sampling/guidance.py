@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import InputError
+from ..model.block import Constants, Perturbation
 from ..model.controlnet import Control, control_residuals
 from ..model.forward import pad_prompts, prepare, shard_velocity, velocity
-from ..model.forward_inputs import Constants, Perturbation
 from ..model.known_models import Defaults, TransformerConfig, edits_images, model_defaults, perturbed_block
 from ..model.reference import model_timestep, reference_of
 from ..model.row_shards import Shard, ShardSpec

@@ -32,8 +32,7 @@ from ..checkpoints import Checkpoint
 from ..errors import InputError, first_line
 from ..model.block import feed_forward
 from ..model.latents import DOWNSCALE
-from ..model.row_shards import Shard, check_rows, check_splittable, shard_specs
-from ..model.sharded_ops import make_shard
+from ..model.row_shards import Shard, check_rows, check_splittable, make_shard, shard_specs
 from ..runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of, synchronize
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.device_team import Attempt, DeviceThread, DeviceThreads, Stopped, Team

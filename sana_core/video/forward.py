@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from ..model import block as image
-from ..model.block import NO_KERNELS, cross_attention, split_heads
+from ..model.block import NO_KERNELS, Constants, cross_attention, split_heads
 from ..model.forward import modulate, prompt_constants
-from ..model.forward_inputs import Constants
 from ..model.reference import reference_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ..checkpoints.checkpoint import Source
 from ..checkpoints.generation import shift_of
 from ..checkpoints.load import build_module, config_of, load_part
 from ..errors import CheckpointError, InputError, VersionError
-from ..model.forward_inputs import Constants
+from ..model.block import Constants
 from ..model.known_models import VIDEOS, Defaults
 from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of

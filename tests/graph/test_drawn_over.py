@@ -15,7 +15,7 @@ def test_it_is_what_comfyui_does(host, masked):
     from comfy.model_sampling import CONST
     from comfy.samplers import KSamplerX0Inpaint
 
-    from sana_core.sampling.masked import InitImage, start_from_image
+    from sana_core.sampling.samplers import InitImage, start_from_image
 
     class Inner:
         """The attributes of a flow-matching MODEL that inpainting uses."""

@@ -17,9 +17,9 @@ from sana_core.kernels.channels import add_bias, add_gated, add_then_norm, rms_n
 from sana_core.kernels.gated_depthwise import silu_depthwise_gate
 from sana_core.kernels.linear_attention import relu_attention
 from sana_core.model import forward
+from sana_core.model.block import Perturbation
 from sana_core.model.controlnet import control_residuals
 from sana_core.model.forward import prepare, shard_velocity, velocity
-from sana_core.model.forward_inputs import Perturbation
 from sana_core.sampling.guidance import denoiser
 from sana_core.sampling.samplers import SAMPLERS
 from sana_core.split.generate import Split

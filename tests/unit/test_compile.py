@@ -7,8 +7,8 @@ import torch
 from decoders import noise
 from tiny import random_prompt, tiny_transformer
 
+from sana_core.model.block import Perturbation
 from sana_core.model.forward import prepare, velocity
-from sana_core.model.forward_inputs import Perturbation
 from sana_core.sampling.guidance import ControlledModel, compile_mode, denoiser
 
 

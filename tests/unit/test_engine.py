@@ -29,7 +29,7 @@ from sana_core.engine.local import generate_local
 from sana_core.engine.process import Processes
 from sana_core.errors import ClusterError
 from sana_core.runtime import limits
-from sana_core.sampling.masked import InitImage
+from sana_core.sampling.samplers import InitImage
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]

@@ -4,9 +4,8 @@ import pytest
 import torch
 from tiny import VARIANTS, random_prompt, tiny_transformer
 
-from sana_core.model.block import self_attention
+from sana_core.model.block import Perturbation, self_attention
 from sana_core.model.forward import longest_prompt, position_embedding, prepare, velocity
-from sana_core.model.forward_inputs import Perturbation
 
 
 def theirs(transformer, x, timestep, embeds, mask, guidance=None, control=None):

@@ -19,7 +19,7 @@ import sana_core
 from sana_core import decode_latents, load_autoencoder
 from sana_core.doctor.machine import describe_card
 from sana_core.model.forward import prepare, shard_velocity, velocity
-from sana_core.model.sharded_ops import sum_dtype
+from sana_core.model.row_shards import sum_dtype
 from sana_core.runtime.accelerator import free_bytes, has_float64, memory_info
 from sana_core.split.generate import Split
 from sana_core.training import trainer

@@ -10,8 +10,7 @@ from live_bytes import LiveBytes
 from benchmarks.train_memory import transformer
 from sana_core.checkpoints.tokenizer import QWEN, json_tokenizer
 from sana_core.memory import CONTEXT, GUIDED, MOST_PASSES, Passes, count_passes, plan_memory, transformer_bytes
-from sana_core.model.edit_head import EditHead
-from sana_core.model.instruction import InstructionReader, encode_instruction
+from sana_core.model.instruction import EditHead, InstructionReader, encode_instruction
 from sana_core.model.known_models import MAX_TOKENS, VARIANTS
 from sana_core.model.layers import join_projections
 from sana_core.sampling.guidance import EditImage, denoiser, perturbed_attention

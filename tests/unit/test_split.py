@@ -15,8 +15,8 @@ from sana_core import generate
 from sana_core.decode import devices as decode_devices
 from sana_core.decode import oom
 from sana_core.errors import InputError
+from sana_core.model.block import Perturbation
 from sana_core.model.forward import prepare, velocity
-from sana_core.model.forward_inputs import Perturbation
 from sana_core.model.row_shards import check_splittable, find_groups, shard_constants, split_rows
 from sana_core.sampling.guidance import PerturbedAttention, ShardedModel, denoiser
 from sana_core.split import generate as sharing

@@ -22,8 +22,7 @@ from sana_core.model.known_models import SPRINT
 from sana_core.runtime import accelerator
 from sana_core.sampling import step_graph
 from sana_core.sampling.guidance import ShardedModel, denoiser
-from sana_core.sampling.masked import InitImage
-from sana_core.sampling.samplers import SAMPLERS
+from sana_core.sampling.samplers import SAMPLERS, InitImage
 from sana_core.sampling.step_graph import EAGER_CALLS, Recorder, Recording, StepGraph, recorder_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFas
 import sana_core
 from sana_core import VersionError
 from sana_core.checkpoints.tokenizer import json_tokenizer, sentencepiece_tokenizer
-from sana_core.model.text_generation import read_request, stop_tokens, write_tokens
+from sana_core.model.text import read_request, stop_tokens, write_tokens
 
 # Older versions cannot tell a cache which layers have a window. Generate Text reports this there.
 pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("4.56"), reason="needs transformers 4.56")

@@ -19,8 +19,18 @@ from ....sana_core.checkpoints.generation import text_reference
 from ....sana_core.checkpoints.tokenizer import load_tokenizer
 from ....sana_core.errors import InputError
 from ....sana_core.model.reference import AUTO, NVIDIA
-from ....sana_core.model.text import MAX_TOKENS, TokenizedPrompt, Tokenizer, read_prompt, select_tokens
-from ....sana_core.model.text_generation import Placement, most_likely, read_request, stop_tokens, write_tokens
+from ....sana_core.model.text import (
+    MAX_TOKENS,
+    Placement,
+    TokenizedPrompt,
+    Tokenizer,
+    most_likely,
+    read_prompt,
+    read_request,
+    select_tokens,
+    stop_tokens,
+    write_tokens,
+)
 from ..compat.internals import pixeldit_tokenizer, remember_loader
 from ..file_stats import Reloader
 from ..report import warn

@@ -11,8 +11,8 @@ import comfy.conds
 import torch
 
 from ....sana_core.errors import InputError
+from ....sana_core.model.block import Constants, Perturbation
 from ....sana_core.model.forward import prepare
-from ....sana_core.model.forward_inputs import Constants, Perturbation
 from ....sana_core.model.known_models import is_video
 from ....sana_core.sampling.guidance import PerturbedAttention
 from ....sana_core.video import forward as video
