@@ -163,6 +163,7 @@ def test_guided_steps_from_an_image_are_nvidias(tmp_path, steps):
     assert relative(case.sampled(how._replace(steps=steps), first), expected) < STEPS_BOUND
 
 
+@pytest.mark.slow
 def test_six_guided_steps_at_the_released_width_are_nvidias(tmp_path):
     case = Case(tmp_path, 2560, 2, 20, group=1, caption=64, size=(2, 2, 3), every=2)
     noise, first, prompts = case.x[:1], case.x[1:, :, :1], (case.embeds, case.mask)
