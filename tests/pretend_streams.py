@@ -3,6 +3,7 @@
 All operations run at once, in the order of the program. `Races` records the bytes that each of them reads and writes,
 and its stream. A stream is behind all operations of another up to the last event that it waited for. Two operations of
 different streams on the same bytes, of which one writes, are a race if the later one is not behind the earlier one.
+The host's own reads and writes count as the current stream's, so a missing synchronize is not found.
 """
 
 from __future__ import annotations

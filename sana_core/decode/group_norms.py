@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -79,7 +79,12 @@ class NormPlan(NamedTuple):
     # Maps of at most this many elements stay on the device, larger ones are stored in RAM.
     resident: int
     device_bytes: int
-    ram_bytes: int
+    # Bytes of the two buffers in RAM, which maps use in turn. At most two maps exist at a time.
+    buffers: tuple[int, int]
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.buffers)
 
     @property
     def words(self) -> str:
@@ -157,10 +162,10 @@ def on_channels(layer: Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Map:
-    """A map [1, C, h, w] that is stored, with the means and variances of its strips."""
+    """A map [1, C, h, w] that is stored, in RAM in the buffer of that number, with the statistics of its strips."""
 
-    def __init__(self, stored: torch.Tensor) -> None:
-        self.stored = stored
+    def __init__(self, stored: torch.Tensor, buffer: int | None = None) -> None:
+        self.stored, self.buffer = stored, buffer
         # Copies from and to other memory of the host must wait for each other.
         self.is_async = stored.device.type == "cpu" and stored.is_pinned()
         # Means and variances [2, groups, rows] of each strip.
@@ -206,6 +211,9 @@ class Map:
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store rows of the output of a step, and note their mean and variance. `rows` may be overwritten."""
+        if self.is_async:
+            # Not all of AMD's convolutions return the layout of their input. torch waits for a copy to another one.
+            rows = rows.contiguous(memory_format=torch.channels_last)
         self.stored[:, :, start : start + rows.shape[2]].copy_(rows, non_blocking=self.is_async)
         channels = rows.shape[1]
         if channels % GROUPS == 0:
@@ -259,26 +267,36 @@ class Decode:
     poll: Poll
     # Called with the multiplications of a strip.
     progress: Callable[[int], None]
+    # Buffers in RAM by number, allocated when they are needed.
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def store(self, channels: int, height: int, width: int) -> torch.Tensor:
-        """Return memory for a map, on the device or in RAM.
+    def store(self, channels: int, height: int, width: int, *used: Map | None) -> Map:
+        """Return memory for a map, on the device or in the buffer in RAM that no map of `used` has."""
+        elements = channels * height * width
+        if elements <= self.plan.resident:
+            return Map(self.view(torch.empty(elements, device=self.device, dtype=self.dtype), channels, height, width))
+        number = free_buffer(*used)
+        if number not in self.buffers:
+            self.buffers[number] = self.allocate(self.plan.buffers[number] // self.dtype.itemsize)
+        return Map(self.view(self.buffers[number], channels, height, width), number)
 
-        For a GPU, the rows of a strip are contiguous in it, so that copies from and to pinned memory need not wait. The
-        stream keeps their order. On a CPU, convolutions with channels last would round in another way.
+    def view(self, memory: torch.Tensor, channels: int, height: int, width: int) -> torch.Tensor:
+        """Return the first elements of `memory` as a map.
+
+        For a GPU, the rows of a strip are contiguous in it, so that copies from and to pinned memory need not wait. On
+        a CPU, convolutions with channels last would round in another way.
         """
-        is_cpu = self.device.type == "cpu"
-        options: Json = {
-            "dtype": self.dtype,
-            "memory_format": torch.contiguous_format if is_cpu else torch.channels_last,
-        }
-        shape = 1, channels, height, width
-        if channels * height * width <= self.plan.resident:
-            return torch.empty(shape, device=self.device, **options)
+        is_cpu, size = self.device.type == "cpu", channels * height * width
+        strides = (size, height * width, width, 1) if is_cpu else (size, 1, width * channels, channels)
+        return memory.as_strided((1, channels, height, width), strides)
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        """Return a buffer in RAM, pinned if the system allows it."""
         if self.device.type not in ("cpu", "mps", "meta"):
             # Systems pin only a part of their memory. Windows pins half of it.
             with suppress(RuntimeError):
-                return torch.empty(shape, pin_memory=True, **options)
-        return torch.empty(shape, **options)
+                return torch.empty(elements, dtype=self.dtype, pin_memory=True)
+        return torch.empty(elements, dtype=self.dtype)
 
     def run(self, steps: list[Step], latents: torch.Tensor, out: torch.Tensor) -> None:
         """Write the image of `latents` [1, C, h, w], on the device, into `out` [1, 3, H, W]."""
@@ -293,10 +311,11 @@ class Decode:
             if number == len(steps) - 1:
                 target = Map(out)
             elif step.ends and block_input is not None:
-                # A strip of the output ends before the input's next strip begins, which may be read already.
-                target = Map(narrowed(block_input.stored, channels))
+                # A strip of the output ends before the input's next strip begins, which may be read already. A part of
+                # the channels would not be contiguous, and torch copies such maps through others.
+                target = Map(self.view(block_input.stored, channels, height, width), block_input.buffer)
             else:
-                target = Map(self.store(channels, height, width))
+                target = self.store(channels, height, width, x, block_input)
             self.convolve(step, x, block_input if step.ends else None, target)
             x = target
             if step.ends:
@@ -307,8 +326,9 @@ class Decode:
         (height, width), scale = source.stored.shape[2:], 1 + step.doubles
         spans = list(chunks(height, strip_rows(step, width, self.plan.strip)))
         windows = source.strips([(max(0, start - 1), min(height, stop + 1)) for start, stop in spans], self.device)
-        residuals = repeat(None) if residual is None else residual.strips(spans, self.device)
-        for (start, stop), window, added in zip(spans, windows, residuals, strict=False):
+        residuals = repeat(None, len(spans)) if residual is None else residual.strips(spans, self.device)
+        # All three end, so that an error of the last copy is raised.
+        for (start, stop), window, added in zip(spans, windows, residuals, strict=True):
             self.poll()
             above, below = min(1, start), min(1, height - stop)
             if norm is not None:
@@ -349,14 +369,9 @@ class Decode:
         x.moments = output.moments
 
 
-def narrowed(stored: torch.Tensor, channels: int) -> torch.Tensor:
-    """Return the first memory of a map [1, C, h, w] as a map with fewer `channels`, in the same layout.
-
-    A part of the channels would not be contiguous, and torch copies such maps through others.
-    """
-    shape = 1, channels, *stored.shape[2:]
-    layout = torch.contiguous_format if stored.is_contiguous() else torch.channels_last
-    return stored.as_strided(shape, torch.empty(shape, device="meta", memory_format=layout).stride())
+def free_buffer(*used: Map | Stored | None) -> int:
+    """Return the number of the buffer in RAM that no map of `used` has."""
+    return int(any(stored is not None and stored.buffer == 0 for stored in used))
 
 
 def tokens(x: torch.Tensor) -> torch.Tensor:
@@ -386,8 +401,13 @@ def outputs_of(steps: list[Step], height: int, width: int) -> Iterator[tuple[Con
 class Stored(NamedTuple):
     """A map that a plan stores."""
 
-    on_device: bool
+    # The number of its buffer in RAM. None: it is on the device.
+    buffer: int | None
     bytes: int
+
+    @property
+    def on_device(self) -> bool:
+        return self.buffer is None
 
 
 def predict(steps: list[Step], latents: tuple[int, int, int], element: int, strip: int, resident: int) -> NormPlan:
@@ -396,9 +416,9 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
     A step needs its maps, two copies of the rows of those in RAM and, in a strip, the largest of: the norm and the
     enlarged map; input and output of the convolution; the output and the shortcut's; the output and its float32 copy.
     """
-    on_device = in_ram = 0
+    on_device, buffers = 0, [0, 0]
     channels, height, width = latents
-    x, block_input = Stored(True, element * height * width * channels), None
+    x, block_input = Stored(None, element * height * width * channels), None
     for number, step in enumerate(steps):
         if isinstance(step, Attention):
             channels = step.norm.num_channels
@@ -426,18 +446,23 @@ def predict(steps: list[Step], latents: tuple[int, int, int], element: int, stri
         )
         height, width = scale * height, scale * width
         elements = outer * height * width
-        target = Stored(elements <= resident, element * elements)
         if number == len(steps) - 1:
-            target = Stored(False, 0)  # The image is not counted.
+            target = Stored(None, 0)  # The image is not counted.
         elif step.ends and block_input is not None:
             target = block_input
+        elif elements <= resident:
+            target = Stored(None, element * elements)
+        else:
+            buffer = free_buffer(x, block_input)
+            target = Stored(buffer, element * elements)
+            # torch allocates powers of two of pinned memory.
+            buffers[buffer] = max(buffers[buffer], 1 << (target.bytes - 1).bit_length())
         maps = {id(stored): stored for stored in (x, block_input, target) if stored is not None}.values()
         on_device = max(on_device, beside + sum(stored.bytes for stored in maps if stored.on_device))
-        in_ram = max(in_ram, sum(stored.bytes for stored in maps if not stored.on_device))
         x = target
         if step.ends:
             block_input = None
-    return NormPlan(strip, resident, on_device, in_ram)
+    return NormPlan(strip, resident, on_device, (buffers[0], buffers[1]))
 
 
 def choose_plan(steps: list[Step], latents: torch.Tensor, max_bytes: float, ram_bytes: float) -> NormPlan:
@@ -512,8 +537,9 @@ def decode_normed(
             start, is_decoded = computed, False
             while not is_decoded:
                 try:
-                    decode = Decode(plan, latents.device, latents.dtype, poll, advance)
-                    decode.run(steps, latents[image : image + 1], out[image : image + 1])
+                    Decode(plan, latents.device, latents.dtype, poll, advance).run(
+                        steps, latents[image : image + 1], out[image : image + 1]
+                    )
                     is_decoded = True
                 except Exception as error:
                     if not is_out_of_memory(error):
@@ -521,6 +547,9 @@ def decode_normed(
                     release_memory_of(error, latents.device)
                     computed, plan = start, choose_plan(steps, latents, plan.device_bytes - 1, ram_bytes)
                     events.append(f"ran out of memory; decoded again within {plan.device_bytes / 1e6:.0f} MB")
+    if plan.ram_bytes:
+        # torch keeps pinned memory for later. Before torch 2.10 nothing frees it.
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
     report.update(
         plan=plan.words,
         predicted_bytes=plan.device_bytes,
