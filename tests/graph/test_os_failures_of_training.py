@@ -110,7 +110,9 @@ def test_a_training_resumes_while_comfyui_has_its_lora(host, graph, runs, refuse
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("place", ["steps/step-0000004", "{name}.safetensors", "run.json"])
+@pytest.mark.parametrize(
+    "place", ["steps/step-0000004", "{name}.safetensors", pytest.param("run.json", marks=pytest.mark.slow)]
+)
 def test_a_file_that_stays_open_costs_no_step(host, graph, runs, refuse, place):
     expected = host.run(graph("whole", 4))
     name = place.replace("/", " ").replace("{name}", "open")

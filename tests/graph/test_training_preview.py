@@ -77,7 +77,7 @@ def put_lora(host, file):
     [
         ("sana-tiny", "lora"),
         ("sana-tiny", "dora"),
-        ("sana-tiny", "lokr"),
+        pytest.param("sana-tiny", "lokr", marks=pytest.mark.slow),
         pytest.param("sana-posters", "lora", marks=pytest.mark.slow),
     ],
 )
@@ -97,7 +97,7 @@ def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, run, che
         assert torch.equal(ours, core)
 
 
-@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
+@pytest.mark.parametrize("reference", [pytest.param("diffusers", marks=pytest.mark.slow), "nvidia"])
 def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, run, check, checkpoint, pictures, reference):
     controls = [pictures / f"{number}-control.png" for number in range(len(PROMPTS))]
     validation = {"steps": STEPS, "control": tuple(map(str, controls))}

@@ -36,13 +36,15 @@ def start_ranks(count, function):
 
 
 def be_rank(rank, count, port, function, results):
-    from sana_core.training.ranks import joined
+    from sana_core.training import ranks as ranks_module
 
+    # A rank that fails waits two beats until the others have read its error.
+    ranks_module.BEAT = min(ranks_module.BEAT, 0.2)
     options = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in options.items()})
     torch.set_num_threads(1)
     try:
-        with joined("cpu") as ranks:
+        with ranks_module.joined("cpu") as ranks:
             result = function(ranks)
     except BaseException as error:
         results.put((rank, (type(error).__name__, str(error), traceback.format_exc())))

@@ -116,8 +116,7 @@ def test_shards_of_uneven_rows_train_as_one_process_does(tmp_path, count):
                 assert (weight - other).abs().mean() < TOLERANCES[name] * change, (name, weight.shape)
 
 
-@pytest.mark.parametrize("count", [5, 7])
-def test_all_ranks_add_up_the_same_parameters_together(monkeypatch, count):
+def test_all_ranks_add_up_the_same_parameters_together(monkeypatch):
     from sana_core.training import came
 
     # About three of the parameters fit.
@@ -135,7 +134,7 @@ def test_all_ranks_add_up_the_same_parameters_together(monkeypatch, count):
         take_steps(state, "came", range(1))
         return sizes
 
-    first, *other_values = results_of(count, sums)
+    first, *other_values = results_of(5, sums)
     assert len(first) > 4 and all(sizes == first for sizes in other_values)
 
 

@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_step_of_sana_1_6b_takes_few_operations(dtype):
     """The weights, one after another, took 26,360 operations in fp32 and 32,298 in bf16."""
     from diffusers import SanaTransformer2DModel

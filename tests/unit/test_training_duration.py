@@ -30,7 +30,7 @@ OWN = {torch.ops.aten.convolution_backward: convolution_backward}
     [
         pytest.param({"method": Method(rank=16)}, marks=pytest.mark.slow),
         {"method": Method(rank=16, targets="both"), "checkpoint": False, "batch": 2},
-        {"method": FULL, "accumulate": 2},
+        pytest.param({"method": FULL, "accumulate": 2}, marks=pytest.mark.slow),
         pytest.param({"method": FULL, "checkpoint": False}, marks=pytest.mark.slow),
         pytest.param({"method": CONTROLNET}, marks=pytest.mark.slow),
     ],

@@ -102,7 +102,7 @@ def test_the_state_that_is_being_completed_survives_the_loss_of_another_rank(tmp
 
     def digest_slowly(file):
         # The heartbeat would end this process after 1.5 s.
-        time.sleep(4)
+        time.sleep(2)
         return digest_file(file)
 
     def stop_in_step_3(run):

@@ -72,7 +72,7 @@ WAYS = {
 
 
 # Each of these combines features that other rows have separately.
-TOGETHER = ("lora, all variants", "lokr, came", "full in bf16", "controlnet, mixed")
+TOGETHER = ("lora, all variants", "full in bf16", "controlnet, mixed")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in TOGETHER else pytest.mark.slow) for way in WAYS])
@@ -89,8 +89,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(settings, way):
     assert same(last_state(uninterrupted.out), last_state(broken.out))
 
 
-@pytest.mark.parametrize("reference", ["diffusers", "nvidia"])
-@pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=3)], ids=["lora", "controlnet"])
+@pytest.mark.parametrize(
+    ("method", "reference"), [(Method(rank=2), "diffusers"), (Method("controlnet", blocks=3), "nvidia")]
+)
 def test_gradients_kept_or_computed_again_are_the_same(settings, method, reference):
     options = {"method": method, "reference": reference, "steps": 3}
     saved, again = settings("kept", checkpoint_gradients=False, **options), settings("again", **options)
@@ -139,17 +140,6 @@ def test_the_loss_falls_on_two_pictures(settings, folder):
     assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
 
 
-def test_the_memory_of_each_encoder_is_returned_once(settings, monkeypatch, tmp_path):
-    devices = []
-    monkeypatch.setattr(cache, "empty_cache", devices.append)
-    run_settings = replace(settings(steps=1, validation=Validation()), cache=str(tmp_path / "cache"))
-    trainer.train(run_settings)
-    assert devices == 2 * [torch.device("cpu")]
-    # With a complete cache neither is loaded.
-    trainer.train(replace(run_settings, out=str(tmp_path / "again")))
-    assert len(devices) == 2
-
-
 def test_memory_that_runs_out_turns_checkpointing_on_or_names_what_takes_less(settings, monkeypatch):
     """Without checkpointing the forward of step 1 fails. In the other run, so does the repeated one."""
     calls, predict = [], loss.flow_loss
@@ -190,9 +180,9 @@ def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
     assert len(readers) > 6 and lines_of(run_settings.out)[-1]["step"] == 6
 
 
-@pytest.mark.parametrize(("limit", "forwards"), [(8, 1), (4, 3), (1, 15)], ids=["8", "4", "1"])
+@pytest.mark.parametrize(("limit", "forwards"), [(8, 1), (2, 7)])
 def test_a_validation_image_takes_one_forward_or_as_many_as_memory_allows(settings, monkeypatch, limit, forwards):
-    """A forward that runs out of memory is repeated in halves: 1 + 2 forwards, or 1 + 2 + 4 + 8."""
+    """A forward that runs out of memory is repeated in halves: 1 + 2 + 4 forwards."""
     batches, predict = [], loss.flow_loss
 
     def limited(transformer, x0, *words):
@@ -303,47 +293,12 @@ def test_one_picture_alone_is_learnt_whatever_share_is_held_out(settings, checkp
     assert [("loss" in line, "validation_loss" in line) for line in lines_of(run_settings.out)] == [(True, False)] * 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"seed": 1}, {"method": Method(rank=3)}, {"method": Method(rank=2, alpha=8.0)}, {"optimizer": Optimizer("came")}],
-)
-def test_a_folder_with_another_run_is_refused(settings, change):
-    trainer.train(settings(steps=2))
-    with pytest.raises(InputError, match="but the run in .* has .*; name another folder"):
-        trainer.train(settings(steps=4, **change))
-
-
-def test_a_loss_that_is_not_finite_stops_at_the_last_state_and_names_the_picture(settings, monkeypatch):
-    run_settings = settings(steps=4, validation=Validation())
-    real, calls = trainer.flow_loss, []
-
-    def lossy(*values):
-        calls.append(1)
-        # two batches a step, so this is the third step
-        return real(*values) * (float("nan") if len(calls) == 6 else 1)
-
-    monkeypatch.setattr(trainer, "flow_loss", lossy)
-    with pytest.raises(TrainingError, match=r"^training: in step 2 the loss of 1-\d.png is not finite"):
-        trainer.train(run_settings)
-    assert newest(run_settings.out).name == "step-0000002"
-    assert all(value.isfinite().all() for value in last_state(run_settings.out).values())
-
-
-def test_a_report_that_cancels_saves_the_step_that_it_is_of(settings):
-    run_settings, uninterrupted = settings("own"), settings("whole")
-
-    def report(line):
-        if line.get("loss") and line["step"] == 3:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        trainer.train(run_settings, report)
-    assert newest(run_settings.out).name == "step-0000003"
-    trainer.train(run_settings)
-    trainer.train(uninterrupted)
-    assert lines_of(run_settings.out) == lines_of(uninterrupted.out) and same(
-        last_state(run_settings.out), last_state(uninterrupted.out)
-    )
+def test_a_folder_with_another_run_is_refused(settings):
+    trainer.train(settings(steps=1))
+    adapters = [{"method": Method(rank=3)}, {"method": Method(rank=2, alpha=8.0)}]
+    for change in [*adapters, {"seed": 1}, {"optimizer": Optimizer("came")}]:
+        with pytest.raises(InputError, match="but the run in .* has .*; name another folder"):
+            trainer.train(settings(steps=4, **change))
 
 
 def test_the_pictures_of_each_validation_are_shown(settings):
@@ -423,7 +378,7 @@ def test_without_a_compiler_a_run_goes_on(compiled, tmp_path, caplog):
 
 def test_blocks_are_compiled_for_each_size_and_number_of_images(checkpoint, tmp_path, monkeypatch):
     """More than torch's limit of 8 compilations. The compiler's own part, which takes minutes, is left out."""
-    sizes = ((256, 256), (512, 128), (128, 512), (352, 192), (192, 352))
+    sizes = ((128, 128), (256, 64), (64, 256))
     (tmp_path / "pictures").mkdir()
     for number, size in enumerate(sizes * 3):
         Image.new("RGB", size, (16 * number, 0, 99)).save(tmp_path / "pictures" / f"{number}.png")
@@ -432,7 +387,7 @@ def test_blocks_are_compiled_for_each_size_and_number_of_images(checkpoint, tmp_
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options)
     )
-    phase = Phase((str(tmp_path / "pictures"),), 256, batch=2, steps=len(sizes) * 2)
+    phase = Phase((str(tmp_path / "pictures"),), 128, batch=2, steps=len(sizes) * 2)
     run = TrainingSettings(str(checkpoint), str(tmp_path / "out"), (phase,), method=Method(rank=2), compile="on")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

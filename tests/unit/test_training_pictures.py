@@ -274,7 +274,7 @@ def test_a_header_of_many_parts_is_named_or_skipped(tmp_path, name):
     assert [sample.name for sample in read_dataset(tmp_path, skip_broken=True)] == ["good.png"]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
 def test_a_large_image_is_no_header_of_many_parts(tmp_path, kind):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8))
     save(tmp_path / f"a.{kind.lower()}", noise)

@@ -97,7 +97,7 @@ PHASES = {
 }
 # These run in parts that FSDP alone has.
 DIVIDED = {"gathering for a preview", "gathering for an export"}
-QUICK = [("step", 1), ("validation", 1), ("validation", 0), ("image of a validation", 1)]
+QUICK = [("step", 1), ("validation", 0), ("image of a validation", 1)]
 
 
 def run_failing(count, function, capfd):

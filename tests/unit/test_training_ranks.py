@@ -70,8 +70,18 @@ def learn(own, ranks=ALONE, groups=(((0, 1), (2, 3)),), rate=None):
     return results, held_out, weights_of(learner.gather_models(torch.device("cpu"), only_trained=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+# Each method and each kind. The others are combinations of them.
+QUICK = {("lora", "ddp"), ("full", "fsdp"), ("controlnet", "fsdp"), ("lora", "fsdp_offload")}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        pytest.param(method, kind, marks=() if (method, kind) in QUICK else pytest.mark.slow)
+        for method in METHODS
+        for kind in KINDS
+    ],
+)
 def test_a_step_of_several_ranks_is_that_of_one_process_on_the_joined_batch(kind, method):
     (steps, held_out, weights), started = learn(settings(method=method)), learn(settings(method=method), groups=())[2]
     run_settings = settings(kind, method)
