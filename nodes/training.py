@@ -83,7 +83,7 @@ class SanaNodesDataset(io.ComfyNode):
     @classmethod
     def execute(cls, folder: str, resolution: int, caption: str = "") -> io.NodeOutput:
         from .host.report import shown
-        from .host.training.datasets import look_at
+        from .host.training.view import look_at
 
         if not isinstance(caption, str):
             raise InputError(f"caption: got {caption!r}, expected text")
@@ -110,8 +110,8 @@ def widget(name: str, optional: bool = False) -> io.Input:
     return kind.Input(name, min=info.low, max=info.high, step=field.step, **options)
 
 
-def train_inputs(trained: str, name: str, *middle: io.Input) -> list[io.Input]:
-    """Return the inputs of a node that trains a "LoRA" or "ControlNet". `middle` are the inputs before batch_size."""
+def train_inputs(trained: str, name: str, size: str, *texts: io.Input) -> list[io.Input]:
+    """Return the inputs of a node that trains a "LoRA" or "ControlNet", whose size the widget `size` sets."""
     single_file = "Connect it only if the MODEL comes from SANA Load Diffusion Model."
     return [
         io.Model.Input("model", tooltip="The MODEL of SANA Loader, without a LoRA or another patch."),
@@ -124,8 +124,9 @@ def train_inputs(trained: str, name: str, *middle: io.Input) -> list[io.Input]:
         ),
         widget("steps"),
         widget("learning_rate"),
-        *middle,
+        widget(size),
         widget("batch_size"),
+        *texts,
         io.Clip.Input("clip", optional=True, tooltip=single_file),
         io.Vae.Input("vae", optional=True, tooltip=single_file),
         SETTINGS.Input("settings", optional=True, tooltip="SANA Train Settings. A first training does not need them."),
@@ -209,7 +210,7 @@ class SanaNodesTrain(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["train lora", "sana lora training", "fine-tune", "dora", "lokr", "dreambooth"],
             is_output_node=True,
-            inputs=insert_before("clip", train_inputs("LoRA", "my-lora", widget("rank")), prompts),
+            inputs=train_inputs("LoRA", "my-lora", "rank", prompts),
             outputs=[
                 LORA_MODEL.Output(display_name="lora", tooltip="For Save LoRA Weights and Load LoRA Model."),
                 LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
@@ -254,7 +255,7 @@ class SanaNodesTrainControlNet(io.ComfyNode):
             description=cleandoc(cls.__doc__),
             search_aliases=["train control net", "sana controlnet training"],
             is_output_node=True,
-            inputs=train_inputs("ControlNet", "my-controlnet", widget("blocks")),
+            inputs=train_inputs("ControlNet", "my-controlnet", "blocks"),
             outputs=[
                 io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE."),
                 LOSS_MAP.Output(display_name="loss_map", tooltip="The loss of each step, for Plot Loss Graph."),
@@ -274,12 +275,6 @@ class SanaNodesTrainControlNet(io.ComfyNode):
             run = make_settings(model, dataset, run_path(name), chosen, widgets, clip, vae)
             control, losses, report = train_controlnet(model, run, cls.hidden.unique_id)
         return io.NodeOutput(control, {"loss": losses}, ui=shown(report))
-
-
-def insert_before(name: str, inputs: list[io.Input], new: io.Input) -> list[io.Input]:
-    """Return `inputs` with `new` before the input `name`."""
-    index = [entry.id for entry in inputs].index(name)
-    return [*inputs[:index], new, *inputs[index:]]
 
 
 def checked(node: type[io.ComfyNode], values: dict) -> dict:

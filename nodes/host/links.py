@@ -8,8 +8,8 @@ import torch
 
 from ...sana_core.errors import InputError
 from .loading.scorer import HostScorer
-from .training.datasets import Dataset
 from .training.fields import RunSettings
+from .training.view import Dataset
 
 SOCKETS: dict[str, tuple[str, type]] = {
     "model": ("MODEL", comfy.model_patcher.ModelPatcher),

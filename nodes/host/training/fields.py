@@ -14,7 +14,7 @@ from ....sana_core.runtime.text import one_line
 from ....sana_core.training.settings import ADAPTERS, SCHEDULES, FieldInfo, describe_field
 
 if TYPE_CHECKING:
-    from .datasets import Dataset
+    from .view import Dataset
 
 
 class Field(NamedTuple):

@@ -37,14 +37,12 @@ from ..loading.lora import apply_lora
 from ..loading.vae import vae_path
 from ..sampling.guidance import require_images
 from .fields import FIELDS, LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of
-from .view import View, read_sheet
+from .view import Dataset, View, read_sheet
 
 if TYPE_CHECKING:
     import comfy.sd
     from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
-
-    from .datasets import Dataset
 
 
 def list_result(files: Mapping[str, Path], settings: TrainingSettings, kind: str) -> str:
@@ -210,11 +208,6 @@ def make_settings(
     )
 
 
-def memory_to_free(plan: Plan) -> int:
-    """Return the bytes that have to be free for a run: the plan's, and the memory that ComfyUI always leaves free."""
-    return int(plan.largest.bytes * FRAGMENTS) + comfy.model_management.minimum_inference_memory()
-
-
 def describe_fit(settings: TrainingSettings, base: Base, plan: Plan, memory: int) -> str:
     """Return the memory that a run needs on a GPU of `memory` bytes. If it does not fit, propose other settings."""
     if plan.gpu_bytes <= memory:
@@ -259,8 +252,10 @@ def run_training(model: ModelPatcher, settings: TrainingSettings, node_id: str) 
         if device.type != "cpu":
             settings = decide_checkpointing(settings, base, management.get_total_memory(device))
         plan = plan_training(settings, base, accelerator=device.type != "cpu")
-        # Other models stay loaded if the run has enough room without their memory.
-        management.free_memory(memory_to_free(plan), device)
+        # Other models stay loaded if the run has enough room without their memory, and without the memory that ComfyUI
+        # always leaves free.
+        needed = int(plan.largest.bytes * FRAGMENTS) + management.minimum_inference_memory()
+        management.free_memory(needed, device)
         management.soft_empty_cache()
         if device.type != "cpu":
             memory = management.get_total_memory(device)
