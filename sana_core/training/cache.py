@@ -73,8 +73,6 @@ Pixels = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Encoders(NamedTuple):
-    """The functions that compute latents and embeddings."""
-
     pixels: EncodePixels
     caption: EncodeCaption
 
@@ -88,8 +86,10 @@ class ModelIds(NamedTuple):
     text_encoder: str
 
 
-def digest_models(settings: TrainingSettings, folder: Path, progress: Callable[[int, int], None]) -> Json:
-    """Return the digests of the model's parts by name.
+def digest_models(
+    settings: TrainingSettings, folder: Path, progress: Callable[[int, int], None]
+) -> tuple[str, ModelIds]:
+    """Return the digest of the whole model, and the digests of its encoders.
 
     If settings.text_encoder or settings.autoencoder is set, its digests replace the digests in the model.
     """
@@ -98,12 +98,8 @@ def digest_models(settings: TrainingSettings, folder: Path, progress: Callable[[
         if path:
             part_digests = fingerprint(path, progress, folder / MODELS, settings.reference)
             digests |= {name: part_digests[name] for name in names}
-    return digests
-
-
-def model_ids(digests: Json, dtype: str) -> ModelIds:
     text, image = ([digests[name] for name in names] for names in (TEXT_DIGESTS, IMAGE_DIGESTS))
-    return ModelIds(digest_json(image), digest_json([*text, dtype]))
+    return digest_json(digests), ModelIds(digest_json(image), digest_json([*text, settings.dtype]))
 
 
 @contextmanager
@@ -207,7 +203,8 @@ def build_cache(
     controls = [control for sample in samples for control in with_control(sample)[1:]]
     images = [*samples, *controls]
     entry_count, finished = 1 + len(samples) + len(images), itertools.count(1)
-    digests, paths = FileMemo(store, DIGESTS, digest_range, is_digest), list[str]()
+    digests = FileMemo(store, DIGESTS, lambda place, name: digest_of(read_range(place, name)), is_digest)
+    paths: list[str] = []
     faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
@@ -291,7 +288,7 @@ def leave_out(samples: Sequence[Sequence[Sample]], broken: BrokenPositions, skip
 
 
 def encode_padded(encode: EncodeCaption, caption: str, instruction: bool) -> Tensors:
-    """Return embeds [T, C] and mask [T] of a caption, with padding. Raises InputError if they are not finite."""
+    """Return embeds [T, C] and mask [T] of a caption, with padding."""
     embeds, mask = (tensor[0].detach().cpu() for tensor in encode(caption, instruction))
     if not embeds.isfinite().all():
         raise InputError(
@@ -311,7 +308,7 @@ def encode_unpadded(encode: EncodeCaption, caption: str) -> Tensors:
 def read_image(sample: Sample, digests: Sequence[str] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the pixels [3, H, W] of a sample, and the weight of the loss [1, H / 32, W / 32] if it has a mask.
 
-    Raises ReadError if the image and the mask do not have the `digests`, and InputError for a mask that is all black.
+    The files must still have the `digests`.
     """
     files = [read_range(file, sample.name) for file in sample.files if file]
     if digests is not None and [digest_of(data) for data in files] != digests:
@@ -324,10 +321,7 @@ def read_image(sample: Sample, digests: Sequence[str] | None = None) -> tuple[to
 
 
 def encode_image(encode: EncodePixels, sample: Sample, pixels: torch.Tensor, weight: torch.Tensor | None) -> Tensors:
-    """Return the latents [32, h, w] of the pixels [3, H, W] of a sample, together with its `weight`.
-
-    Raises InputError for latents of another shape, and for latents that are not finite.
-    """
+    """Return the latents [32, h, w] of the pixels [3, H, W] of a sample, together with its `weight`."""
     latents = encode(pixels[None]).detach()[0].float().cpu()
     shape = [CHANNELS, *(side // DOWNSCALE for side in pixels.shape[1:])]
     if list(latents.shape) != shape:
@@ -419,7 +413,7 @@ class Store:
         return path
 
     def put(self, path: str, tensors: Tensors) -> None:
-        """Write an entry. Raises OutputError, and then leaves no part of it."""
+        """Write an entry whole, or nothing of it."""
         from safetensors.torch import save
 
         try:
@@ -438,10 +432,7 @@ class Store:
             return False
 
     def read(self, path: str) -> Tensors:
-        """Return the tensors of the entry `path`. Its digest is checked once.
-
-        Raises ReadError. A damaged entry is removed, so that the next start encodes it again.
-        """
+        """Return the tensors of the entry `path`. A damaged entry is removed, so that the next start encodes it."""
         try:
             tensors = read_entry(Path(path), path not in self.checked_paths)
         except ReadError as error:
@@ -476,7 +467,7 @@ def check_sum(tensors: Tensors) -> torch.Tensor:
 
 
 def read_entry(path: Path, checks: bool = True) -> Tensors:
-    """Return the tensors of an entry. Raises ReadError if it is missing or incomplete, or if its digest is another."""
+    """Return the tensors of an entry, which `checks` compares with its digest."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -496,8 +487,6 @@ class FileMemo:
     Other users may read this file and must not learn the paths of the images, so it contains no paths. The key of a
     value is a digest: of the image's path, its range of bytes, and the size and times of its file. Nobody can check a
     guessed path against it without these numbers, and a changed image has another key.
-
-    Raises ExistingFileError if another program has written a file with this name. It is not changed.
     """
 
     def __init__(
@@ -555,7 +544,3 @@ def is_digest(value: object) -> bool:
 
 def is_size(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(side) is int and 0 < side < 2**31 for side in value)
-
-
-def digest_range(place: FileRange, name: str) -> str:
-    return digest_of(read_range(place, name))

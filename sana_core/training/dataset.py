@@ -212,10 +212,7 @@ def read_dataset(
 
 
 def measure(sample: Sample, caption: str, size_of: SizeOf) -> Sample:
-    """Return `sample` with its size, and with `caption` if it has none.
-
-    Raises InputError for no caption, and for a mask or control image of another size than the image.
-    """
+    """Return `sample` with its size, and with `caption` if it has none."""
     if not sample.captions:
         if not caption:
             raise InputError(
@@ -240,7 +237,6 @@ def open_image(sample: Sample) -> Image:
 
 
 def check_controls(samples: Iterable[Sample]) -> None:
-    """Raise InputError if a sample has no control image."""
     Faults(
         InputError(
             f"{sample.name}: has no control image, expected {PurePosixPath(sample.name).stem}-control.png beside it, "
@@ -345,11 +341,7 @@ class Headers(FileIO):
 
 
 def list_tar(file: Path, name: str) -> dict[str, FileRange]:
-    """Return where the bytes of each file in the tar are. Errors call the tar `name`. Hidden files are left out.
-
-    Raises ReadError for a damaged or incomplete tar, and InputError for links, for two members with one name, and for
-    names that lead out of the tar.
-    """
+    """Return where the bytes of each file in the tar are. Errors call the tar `name`. Hidden files are left out."""
     members: dict[str, FileRange] = {}
     try:
         # The tar may be larger than memory. Only its headers are read.
@@ -532,7 +524,7 @@ def read_files(files: Mapping[str, FileRange], prefix: str, kinds: Kinds) -> Sam
 
 
 def read_text(data: bytes, name: str) -> str:
-    """Return the text in `data` without surrounding spaces. Raises InputError if it is not UTF-8."""
+    """Return the text in `data` without surrounding spaces."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -572,10 +564,7 @@ def is_hidden(name: str) -> bool:
 
 
 def check_inner(inner: object, name: str) -> str:
-    """Return the path `inner` with slashes and without a leading ./
-
-    Raises InputError unless it is a printable path that stays in its folder on every operating system.
-    """
+    """Return the path `inner`, which must stay in its folder on every operating system, with slashes and without ./"""
     if isinstance(inner, str) and PLAIN.fullmatch(inner):
         return inner
     if isinstance(inner, str) and inner and inner.isprintable():
@@ -588,7 +577,7 @@ def check_inner(inner: object, name: str) -> str:
 
 
 def find_inside(root: Path, inner: str, name: str) -> Path:
-    """Return the path `inner` of the folder `root`. Raises InputError if it leads out of the folder through a link."""
+    """Return the path `inner` of the folder `root`, which no link may lead out of."""
     path = root / inner
     try:
         if not path.exists():

@@ -146,11 +146,7 @@ def without_texts(stream: LimitedStream, header_only: bool) -> LimitedStream | B
 
 @contextmanager
 def opened_image(stream: IO[bytes], name: str, header_only: bool = False) -> Iterator[Image]:
-    """Open the image in `stream`. Only its header is read.
-
-    Raises ReadError if Pillow fails, also inside the context, and InputError for an animated image and for more pixels
-    than Pillow's limit.
-    """
+    """Open the image in `stream`. Only its header is read. Errors of Pillow inside the context become ReadErrors."""
     from PIL import Image, UnidentifiedImageError
 
     formats = readable_formats()
@@ -197,10 +193,7 @@ def upright_size(place: FileRange, name: str) -> tuple[int, int]:
 
 
 def decode_image(data: bytes, name: str) -> Image:
-    """Return the image in `data` as RGB, upright, with transparent parts on white and 16 bits rounded to 8.
-
-    Raises InputError for an animated image and for pixels that are no colours.
-    """
+    """Return the image in `data` as RGB, upright, with transparent parts on white and 16 bits rounded to 8."""
     from PIL import Image
 
     with opened_image(BytesIO(data), name) as image:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.fingerprint import digest_json
 from ..errors import SanaError
 from ..runtime.atomic_files import remove
 from ..runtime.cancellation import Poll
@@ -29,7 +28,6 @@ from .cache import (
     is_size,
     leave_out,
     load_encoders,
-    model_ids,
     store_of,
 )
 from .dataset import Faults, Sample, is_unreadable, warn_of_skipped
@@ -57,8 +55,8 @@ def prepare_data(
     """
     store = store_of(settings)
     samples = ranks.run_on_all(partial(samples_of_phases, settings, store, poll))
-    digests = digest_models(settings, store.folder, partial(progress, "digest of the model"))
-    ids, broken, rank_part = model_ids(digests, settings.dtype), BrokenImages(), slice(ranks.rank, None, ranks.size)
+    model, ids = digest_models(settings, store.folder, partial(progress, "digest of the model"))
+    broken, rank_part = BrokenImages(), slice(ranks.rank, None, ranks.size)
 
     def encode(samples: Sequence[Sequence[Sample]], part: slice) -> tuple[list[PhaseData], Inputs | None]:
         with load_encoders(settings, device, poll) as encoders:
@@ -98,7 +96,6 @@ def prepare_data(
             # Remove the unfinished entries of this run's killed processes. A failure does no harm.
             with suppress(OSError):
                 remove(store.parts)
-    model = digest_json(digests)
     check_same(ranks, {states.MODEL: model, "images": [phase.digest for phase in data]}, "data")
     return data, inputs, model
 

@@ -131,8 +131,7 @@ def make_optimizer(
 
     `weight_decay` is decoupled from the gradient in all optimizers. If the optimizer finds the rate itself,
     `learning_rate` is a factor of that rate, usually 1, `d0` is the first estimate of the distance, and `d_coef` is a
-    factor of the estimates. Raises InputError for a dtype that the optimizer cannot train, and VersionError if its
-    library is not installed.
+    factor of the estimates.
     """
     spec = OPTIMIZERS[name]
     parameters = list(parameters)
@@ -191,8 +190,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, generator: torch.Generator)
 
     Updates of parameters in bf16 are computed in fp32, for parameters of equal shape together, and rounded
     stochastically with `generator`, which is on their device. Parameters in fp32 do not use it. Seed it with the number
-    of the step, so that a resumed run and all replicas of a model round equally. Raises VersionError if torchao's step
-    cannot be compiled.
+    of the step, so that a resumed run and all replicas of a model round equally.
     """
     (group,) = optimizer.param_groups
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in group["params"])

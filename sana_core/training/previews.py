@@ -202,8 +202,7 @@ def write_beside(file: Path, data: bytes, parts: Path) -> None:
 def write_sheet(out: Path, parts: Path, best: int | None) -> None:
     """Write the sheet of the run in `out`, over its earlier sheet. It marks the step `best`.
 
-    Raises ExistingFileError if another program has written a file with this name. If the sheet cannot be written for
-    another reason, the log has the reason, and the next validation writes it again.
+    If it cannot be written, the log has the reason, and the next validation writes it again.
     """
     file = out / SHEET
     try:

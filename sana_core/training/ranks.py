@@ -541,7 +541,6 @@ def name_lost(heartbeat: Heartbeat, error: BaseException) -> str:
 
 
 def check_settings_and_code(ranks: Ranks, settings: TrainingSettings) -> None:
-    """Raise InputError if a rank has other settings or other code than the first rank."""
     check_same(ranks, all_values(settings), "settings")
     check_same(ranks, code_versions(), "code")
 

@@ -601,7 +601,7 @@ def unused(name: str, value: Any, needed: str) -> InputError:
 
 
 def check_method(settings: TrainingSettings) -> None:
-    """Raise InputError if the method cannot be trained with this precision, base or loss."""
+    """Check the method with its precision, base and loss."""
     method = settings.method
     if method.weights == "bfloat16" and settings.dtype == "float32":
         raise InputError("weights: got bfloat16 with dtype float32, expected the same; change one of them")

@@ -252,7 +252,7 @@ def adopt_states(out: Path) -> None:
 
 
 def begin_run(out: Path, parts: Path, config: Json) -> None:
-    """Write the run.json of a run with `config`. Raises InputError if `out` has a run with another config."""
+    """Write the run.json of a run with `config`, which must be the config of a run that `out` has already."""
     existing, published = read_run(out)
     if existing is not None:
         check_config(config, existing, out)
@@ -271,8 +271,7 @@ def write_run(out: Path, parts: Path, run: RunRecord) -> None:
 def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return the state in `folder` and its tensors. A sharded tensor has only this rank's rows in `layout`.
 
-    The ranks divide the check of the files' digests. Raises CheckpointError for a broken state, VersionError for a
-    state of another format, and InputError for 8-bit values of another number of shards.
+    The ranks divide the check of the files' digests.
     """
     from safetensors import SafetensorError
 
@@ -290,10 +289,7 @@ def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, 
 
 
 def read_document(folder: Path, in_place: bool = True) -> SavedState:
-    """Return the content of the state.json in `folder`. With `in_place`, `folder` must be the folder of that step.
-
-    Raises CheckpointError for a broken state, and VersionError for a state of another format.
-    """
+    """Return the content of the state.json in `folder`. With `in_place`, `folder` must be the folder of that step."""
     try:
         document = json.loads(read_small(folder / STATE))
         damaged = document.pop("digest") != digest_json(document)
@@ -337,10 +333,7 @@ def restore(
     values: OptimizerValues,
     name: str,
 ) -> None:
-    """Restore parameters, optimizer and average from the contents of the state `name`.
-
-    Raises CheckpointError if the state is of another model or optimizer.
-    """
+    """Restore parameters, optimizer and average from the contents of the state `name`."""
 
     def with_prefix(prefix: str) -> dict[str, torch.Tensor]:
         return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

@@ -59,8 +59,7 @@ SCALED = {part for spec in ADAPTERS.values() for part in spec.scaled}
 def add_adapter(transformer: SanaTransformer2DModel, method: Method, seed: int) -> None:
     """Put the adapter of `method` on `transformer`, in float32 and at first without effect. Freezes all other weights.
 
-    The random values depend on `seed` only. Raises VersionError if peft is not installed, and InputError if
-    `method.layers` match no layer.
+    The random values depend on `seed` only.
     """
     try:
         import peft
@@ -148,7 +147,7 @@ def write_adapter(
     method: Method,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the `tensors` of `adapter_tensors` to `file`, with `metadata`. Raises OSError."""
+    """Write the `tensors` of `adapter_tensors` to `file`, with `metadata`."""
     metadata = {"format": "pt", **metadata}
     if ADAPTERS[method.kind].is_lora:
         # Loaders build peft's LoraConfig from this. alpha = rank, because the scale is already in the weights.
@@ -195,7 +194,7 @@ def load_start(transformer: SanaTransformer2DModel, method: Method) -> None:
     """Copy the weights of the file `method.start` into the adapter that `add_adapter` put on `transformer`.
 
     The adapter then has the effect of the file. If the file's alpha differs from `method`, the weights are scaled to
-    compensate. Raises InputError if kind, rank or targets of `method` differ from the file.
+    compensate.
     """
     modules = {name: getattr(module, "base_layer", module) for name, module in transformer.named_modules()}
     layers_with_weights = (torch.nn.Linear, torch.nn.Conv2d)
@@ -459,8 +458,8 @@ def quantise_layer(layer: torch.nn.Module) -> None:
 def quantise_base(transformer: SanaTransformer2DModel) -> None:
     """Put the frozen weights of the blocks of `transformer` into 8 bits, one by one.
 
-    They are at least 95 % of the model.
-    The depthwise convolutions, the embeddings of image, time and caption, and an adapter do not change.
+    They are at least 95 % of the model. The depthwise convolutions, the embeddings of image, time and caption, and an
+    adapter do not change.
     """
     for block in transformer.transformer_blocks:
         for layer in block.modules():

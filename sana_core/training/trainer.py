@@ -282,15 +282,11 @@ class Trainer:
             self.ranks.run_on_rank0(lambda: check_own(self.out / SHEET))
 
     def check_cancelled(self) -> None:
-        """Raise an error if the run is cancelled, or if another process has taken its folder."""
         self.check_held()
         self.poll()
 
     def check_step(self) -> None:
-        """Raise an error on all ranks, at the same step, if one of them should stop.
-
-        The reasons are that the run is cancelled, others have put files where it writes, or a report has failed.
-        """
+        """Raise an error on all ranks, at the same step, if one of them should stop."""
 
         def check() -> None:
             if self.ranks.first:
@@ -304,7 +300,6 @@ class Trainer:
         self.ranks.run_on_all(check)
 
     def report_line(self, line: Line) -> None:
-        """Report a line of the log. Only the first rank reports."""
         if not self.ranks.first:
             return
         try:
