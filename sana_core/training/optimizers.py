@@ -281,12 +281,11 @@ def step_rounded(
         vars(master).update(vars(parameter))
         optimizer.state[master] = optimizer.state.pop(parameter, {})
     groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": masters}]
-    try:
-        optimizer.step()
-    finally:
-        for parameter, master in zip(bucket, masters, strict=True):
-            optimizer.state[parameter] = optimizer.state.pop(master)
-        optimizer.param_groups = groups
+    # An error ends the run, which then saves nothing.
+    optimizer.step()
+    for parameter, master in zip(bucket, masters, strict=True):
+        optimizer.state[parameter] = optimizer.state.pop(master)
+    optimizer.param_groups = groups
     torch._foreach_copy_(bucket, round_stochastically(weights, generator).unbind())
 
 

@@ -315,19 +315,9 @@ def look(host, folder, resolution=128, keep_cache=False):
     return host.run({**graph, "catch": ("Catch", {"value": ["data", 0], "name": "dataset"})}, keep_cache)
 
 
-FAULTS = {
-    "^dataset: no image in .*, expected files that end with": {},
-    "^a.png: has no caption, expected a text file of the same name beside it": {"a.png": (64, 64)},
-    "^a.png: got no image, expected one of PNG": {"a.png": b"none", "a.txt": "a"},
-    "^a.png: got an empty file, expected an image": {"a.png": b"", "a.txt": "a"},
-    "^a.txt: not UTF-8 at byte 0": {"a.png": (64, 64), "a.txt": b"\xff"},
-}
-
-
-@pytest.mark.parametrize("pattern", FAULTS)
-def test_folders_that_cannot_be_learnt(host, pictures, pattern):
-    with pytest.raises(NodeError, match=pattern):
-        look(host, pictures("faulty", FAULTS[pattern]))
+def test_folders_that_cannot_be_learnt(host, pictures):
+    with pytest.raises(NodeError, match=r"^a.png: has no caption, .*; also 1 more of the data set, .*: b.png$"):
+        look(host, pictures("faulty", {"a.png": (64, 64), "b.png": b"none", "b.txt": "b"}))
 
 
 @pytest.mark.parametrize("resolution", [100, 0, 8224, 128.5])

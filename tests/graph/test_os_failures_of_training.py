@@ -1,6 +1,5 @@
 """Files that other programs have open while the canvas trains, as on Windows."""
 
-import random
 import shutil
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 from fake_cuda import pack
 from in_process import NodeError
-from PIL import Image
-from shapes import combinations, draw_scene, prompt, random_scene
+from pictures import write_pictures
 
 from sana_core.training.states import find_states
 
@@ -27,11 +25,7 @@ class SharingViolation(PermissionError):
 def runs(host):
     """The folder that SANA Train writes into. There are two images in "pair", a folder in ComfyUI's input folder."""
     root = host.models.parent / "input" / "pair"
-    root.mkdir(parents=True)
-    rng, (combos, _) = random.Random(3), combinations()
-    for index in range(2):
-        Image.fromarray(draw_scene(random_scene(rng, combos[9 * index]))).save(root / f"{index}.png")
-        (root / f"{index}.txt").write_text(prompt(*combos[9 * index]))
+    write_pictures(root, 2)
     yield host.output / "sana_training"
     shutil.rmtree(root)
     for name in ("sana_training", "loras"):

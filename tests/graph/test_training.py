@@ -163,19 +163,6 @@ def test_a_cancelled_run_goes_on_as_if_it_never_was(host, training_graph, runs, 
     assert same_tensors(state_of(runs, case), state_of(runs, f"whole {every}"))
 
 
-def test_a_finished_run_is_not_trained_again_and_with_more_steps_goes_on(host, training_graph, runs):
-    options = {"validate_every": 0, "draw": 4}
-    undivided = host.run(training_graph(name="six", **options))
-    short = host.run(training_graph(name="four", steps=4, **options))
-    log = runs / "four" / "log.jsonl"
-    stamp = log.read_text()
-    again = host.run(training_graph(name="four", steps=4, **options))
-    assert log.read_text() == stamp and again["loss"] == short["loss"] and same_tensors(again["lora"], short["lora"])
-    longer = host.run(training_graph(name="four", steps=6, **options))
-    assert longer["loss"] == undivided["loss"] and same_tensors(longer["lora"], undivided["lora"])
-    assert log.read_text().startswith(stamp)
-
-
 def test_a_trained_lora_is_in_the_lists_and_replaces_no_file_of_the_user(
     host, training_graph, runs, node_texts, install
 ):
@@ -334,15 +321,6 @@ def test_before_it_begins_it_says_what_fits(host, checkpoint):
     assert "does not fit a GPU of" in short and "fits with checkpoint_gradients = true" in short
     proposal = 'batch = 16 and accumulate = 4 in phase 1; base = "int8" in [method]'
     assert training.proposal_with_widgets(proposal) == 'batch_size = 16 and accumulate = 4; base = "int8"'
-
-
-def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):
-    pytest.importorskip("pytorch_optimizer")
-    options, learnt = {"optimizer": "prodigy", "learning_rate": 1.0, "gradient_clip": 1.0, "steps": 4, "draw": 1}, {}
-    for name, values in {"as set": {}, "farther": {"d0": 1e-3}, "faster": {"d_coef": 100.0}}.items():
-        lora = host.run(training_graph(name=name, **options, **values))["lora"]
-        learnt[name] = sum(float(lora[key].abs().sum()) for key in lora if "lora_B" in key)
-    assert 2 * learnt["as set"] < min(learnt["farther"], learnt["faster"]), learnt
 
 
 def test_the_node_shows_step_and_pictures(host, training_graph, watched, node_texts):

@@ -1,6 +1,5 @@
 """Previews of a training run equal ComfyUI's images with the saved files, for every loader."""
 
-import random
 import shutil
 
 import numpy as np
@@ -8,8 +7,8 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS
 from loading import controlled
+from pictures import write_pictures
 from PIL import Image
-from shapes import combinations, draw_scene, prompt, random_scene
 
 from sana_core.training.settings import Loss, Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states
@@ -22,13 +21,7 @@ PROMPTS = ("a red circle on a blue background", "a green star on a white backgro
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
-    rng, (combos, _) = random.Random(3), combinations()
-    for index in range(4):
-        scene = random_scene(rng, combos[index * 9])
-        Image.fromarray(draw_scene(scene)).save(folder / f"{index}.png")
-        silhouette = draw_scene(scene._replace(colour="white", background="black"))
-        Image.fromarray(silhouette).save(folder / f"{index}-control.png")
-        (folder / f"{index}.txt").write_text(prompt(*combos[index * 9]))
+    write_pictures(folder, 4, controls=True)
     return folder
 
 
@@ -99,7 +92,7 @@ def test_the_picture_of_the_run_is_that_of_the_canvas(host, base_graph, run, che
 
 @pytest.mark.parametrize("reference", [pytest.param("diffusers", marks=pytest.mark.slow), "nvidia"])
 def test_the_picture_under_control_is_that_of_the_canvas(host, base_graph, run, check, checkpoint, pictures, reference):
-    controls = [pictures / f"{number}-control.png" for number in range(len(PROMPTS))]
+    controls = [pictures / f"1-{number}-control.png" for number in range(len(PROMPTS))]
     validation = {"steps": STEPS, "control": tuple(map(str, controls))}
     trained = run(checkpoint, 1e-2, validation, reference=reference, method=Method("controlnet", blocks=3))
     folder = shutil.copytree(trained, host.models / "controlnet" / f"followed-{reference}")

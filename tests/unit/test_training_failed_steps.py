@@ -1,6 +1,7 @@
 """A step that fails before the optimizer began loses no step: the state before it is saved, and resumes to the bit."""
 
 import io
+import re
 import shutil
 import tarfile
 from contextlib import contextmanager
@@ -238,25 +239,6 @@ def test_a_cache_that_breaks_in_a_run_loses_no_step(make, check_resumed, part, d
     check_resumed(settings, ranks, failing_step(settings))
 
 
-def test_an_image_that_breaks_on_one_rank_alone_loses_no_step(make, check_resumed, monkeypatch):
-    settings = make()
-    real, calls = cache.read_image, []
-
-    def break_second_rank(rank):
-        def read_image(sample, *options):
-            calls.append(sample.name)
-            # A step has one microbatch of two images.
-            if rank == 1 and len(calls) == 2 * FAILING + 2:
-                raise ReadError(f"{sample.name}: the disk is away")
-            return real(sample, *options)
-
-        monkeypatch.setattr(cache, "read_image", read_image)
-
-    errors = fail(settings, 2, before=break_second_rank)
-    assert [kind for kind, _ in errors] == ["ReadError"] * 2 and "the disk is away" in errors[0][1]
-    check_resumed(settings, 2)
-
-
 def after_calls(function, number, action):
     """Return `function`, which calls `action` on its result in the call with that number, from 1 on."""
     calls = []
@@ -378,46 +360,62 @@ def test_an_interrupt_while_averages_are_replaced_by_the_weights_saves_nothing(m
     check_resumed(settings, step=1)
 
 
-# Slow: an error of a bug or a loss takes the way of the first.
-SLOW_FAILURES = [pytest.param(failure, marks=pytest.mark.slow) for failure in ("bug", "loss")]
+FSDP = {"stream": False, "parallel": "fsdp"}
+NEEDS_NEW_TORCH = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+NOT_FINITE = ("TrainingError: .*not finite",) * 2
+# What fails on the second of two ranks: the settings, a function, the number of its call there, the failure, and the
+# errors of both ranks. A step has one microbatch of two images, and DDP computes one more at the start.
+ON_ONE_RANK = [
+    ({}, cache, "read_image", 2 * FAILING + 2, raising(ReadError("the disk is away")), ("ReadError: the disk",) * 2),
+    ({}, cache, "encode_images", 2 * FAILING + 3, FAILURES["interrupt"], ("KeyboardInterrupt",) * 2),
+    *(
+        (
+            {"stream": False},
+            Trainer,
+            "batch_loss",
+            FAILING + 2,
+            FAILURES[name],
+            (r"TrainingError: training: rank 1 has failed \(", error),
+        )
+        for name, error in (
+            ("memory in the forward", ".*: the activations do not fit"),
+            ("bug", ".*: a bug"),
+            ("loss", f".*in step {FAILING}"),
+        )
+    ),
+    # The ranks sum their gradients, so all have the same.
+    ({"stream": False}, Trainer, "batch_loss", FAILING + 2, FAILURES["gradient"], NOT_FINITE),
+    (FSDP, Trainer, "batch_loss", FAILING + 1, FAILURES["loss"], ("TrainingError: ",) * 2),
+    (FSDP, Trainer, "batch_loss", FAILING + 1, FAILURES["gradient"], NOT_FINITE),
+    ({"parallel": "fsdp"}, cache, "encode_images", 2 * FAILING + 1, FAILURES["interrupt"], ("KeyboardInterrupt",) * 2),
+]
+# A bug and a loss take the way of the memory, and the last two take ways of others.
+SLOW_CASES = (3, 4, 7, 8)
 
 
-@pytest.mark.parametrize("failure", ["memory in the forward", "gradient", *SLOW_FAILURES])
-def test_a_failure_on_one_of_two_ranks_loses_no_step_under_ddp(make, check_resumed, monkeypatch, failure):
-    settings = make(stream=False)
-    real = Trainer.batch_loss
+@NEEDS_NEW_TORCH
+@pytest.mark.parametrize(
+    ("options", "owner", "function", "call", "failure", "errors"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number in SLOW_CASES else ())
+        for number, case in enumerate(ON_ONE_RANK)
+    ],
+)
+def test_a_failure_on_one_of_two_ranks_loses_no_step(
+    make, check_resumed, monkeypatch, options, owner, function, call, failure, errors
+):
+    settings = make(**options)
 
     def break_second_rank(rank):
         if rank == 1:
-            # one microbatch in a step, and one at the start
-            monkeypatch.setattr(Trainer, "batch_loss", after_calls(real, FAILING + 2, FAILURES[failure]))
+            monkeypatch.setattr(owner, function, after_calls(getattr(owner, function), call, failure))
 
-    first, second = fail(settings, 2, before=break_second_rank)
-    if failure == "gradient":
-        # The ranks sum their gradients, so all have the same.
-        assert [first[0], second[0]] == ["TrainingError"] * 2 and "not finite" in first[1]
-    else:
-        assert first[0] == "TrainingError" and first[1].startswith("training: rank 1 has failed (")
-        assert "the activations do not fit" in second[1] or "a bug" in second[1] or f"in step {FAILING}" in second[1]
+    for outcome, expected in zip(fail(settings, 2, before=break_second_rank), errors, strict=True):
+        assert re.match(expected, ": ".join(outcome)), outcome
     check_resumed(settings, 2)
 
 
-@pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
-@pytest.mark.parametrize("failure", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
-def test_a_loss_or_gradient_that_is_not_finite_loses_no_step_under_fsdp(make, check_resumed, monkeypatch, failure):
-    settings = make(stream=False, parallel="fsdp")
-    real = Trainer.batch_loss
-
-    def break_second_rank(rank):
-        if rank == 1:
-            monkeypatch.setattr(Trainer, "batch_loss", after_calls(real, FAILING + 1, FAILURES[failure]))
-
-    errors = fail(settings, 2, before=break_second_rank)
-    assert [kind for kind, _ in errors] == ["TrainingError"] * 2, errors
-    check_resumed(settings, 2)
-
-
-@pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
+@NEEDS_NEW_TORCH
 @pytest.mark.parametrize("method", [pytest.param(Method(rank=2), marks=pytest.mark.slow), Method("full")])
 def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, check_resumed, monkeypatch, method):
     settings = make(stream=False, parallel="fsdp", method=method)
@@ -443,29 +441,6 @@ def test_a_failure_inside_a_sharded_forward_of_one_rank_loses_no_step(make, chec
     ((kind, text, _),) = outcomes(1, work)
     assert kind == "TrainingError" and "a block does not fit" in text
     check_resumed(settings, LAUNCHED)
-
-
-@pytest.mark.parametrize(
-    "parallel", ["ddp", pytest.param("fsdp", marks=[pytest.mark.slow, pytest.mark.skipif(OLD, reason="FSDP2")])]
-)
-def test_a_cancel_while_one_rank_encodes_saves_on_all_ranks(make, check_resumed, monkeypatch, parallel):
-    settings = make(parallel=parallel)
-    real = cache.encode_images
-
-    def cancel_second_rank(rank):
-        calls = []
-
-        def encode_images(*values, poll):
-            calls.append(1)
-            if rank == 1 and len(calls) == 2 * FAILING + 1 + 2 * (parallel == "ddp"):
-                raise KeyboardInterrupt
-            return real(*values, poll=poll)
-
-        monkeypatch.setattr(cache, "encode_images", encode_images)
-
-    errors = fail(settings, 2, before=cancel_second_rank)
-    assert [kind for kind, _ in errors] == ["KeyboardInterrupt"] * 2
-    check_resumed(settings, 2)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

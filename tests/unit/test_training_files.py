@@ -25,7 +25,7 @@ from sana_core.errors import (
 )
 from sana_core.training import cache, schedule, states, trainer
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
-from sana_core.training.states import append_log, find_states, read_log, read_losses
+from sana_core.training.states import Eta, append_log, find_states, read_log, read_losses
 
 
 @pytest.fixture(scope="module")
@@ -554,3 +554,11 @@ def test_what_dead_runs_have_left_is_gone_after_the_next(make, out, shared):
     trainer.train(run_settings)
     assert {path.name for path in out.iterdir()} == {"log.jsonl", "run.json", "steps", "x.safetensors"}
     assert not list(shared.joinpath("cache").glob(".*"))
+
+
+def test_the_time_left_does_not_count_what_was_before_the_first_step(monkeypatch):
+    eta, line = Eta(), {"loss": 0.7, "learning_rate": 1e-4, "images": 4, "seconds": 2.0, "steps": 11}
+    # The preparation and the first validation take 1000 s, a later one 8 s.
+    for step, now, remaining in ((1, 1002.0, "0:00:20"), (2, 1012.0, "0:00:54")):
+        monkeypatch.setattr(states.time, "monotonic", lambda now=now: now)
+        assert eta.describe({**line, "step": step}).endswith(f"2.00 images a second, {remaining} left")

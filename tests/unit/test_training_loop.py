@@ -4,7 +4,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from threading import current_thread
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from PIL import Image
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import cache, loss, optimizers, trainer
+from sana_core.training import loss, optimizers, trainer
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import describe_validation, find_states
 
@@ -127,19 +126,6 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
 
 
-def test_the_loss_falls_on_two_pictures(settings, folder):
-    pair = folder / "two"
-    write_pictures(pair, 2, seed=4)
-    run_settings = settings(steps=60, data=pair, caption_dropout=0.0, method=Method(rank=16, targets="both"))
-    run_settings = replace(run_settings, validation=Validation(), optimizer=Optimizer(clip=1.0), save_every=60)
-    run_settings = replace(
-        run_settings, phase=(replace(run_settings.phase[0], batch=2, accumulate=1, warmup=0, learning_rate=3e-3),)
-    )
-    trainer.train(run_settings)
-    losses = [line["loss"] for line in lines_of(run_settings.out)]
-    assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
-
-
 def test_memory_that_runs_out_turns_checkpointing_on_or_names_what_takes_less(settings, monkeypatch):
     """Without checkpointing the forward of step 1 fails. In the other run, so does the repeated one."""
     calls, predict = [], loss.flow_loss
@@ -167,17 +153,6 @@ def test_memory_that_runs_out_turns_checkpointing_on_or_names_what_takes_less(se
     with pytest.raises(TrainingError, match=expected):
         trainer.train(settings("failed", **options))
     assert newest(settings("failed").out).name == "step-0000001"
-
-
-def test_a_step_reads_its_images_in_a_thread(settings, monkeypatch):
-    readers, read_entry = [], cache.Store.read
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.Store, "read", lambda *words: readers.append(current_thread()) or read_entry(*words))
-        run_settings = settings(validation=Validation())
-        trainer.train(run_settings)
-    # The main thread reads the empty prompt.
-    assert [thread for thread in readers[1:] if not thread.name.startswith("sana training data")] == []
-    assert len(readers) > 6 and lines_of(run_settings.out)[-1]["step"] == 6
 
 
 @pytest.mark.parametrize(("limit", "forwards"), [(8, 1), (2, 7)])

@@ -14,7 +14,6 @@ from trainers import make_trainer, take_step, validation_loss, weights_of
 
 from sana_core.errors import InputError
 from sana_core.training.cache import Batch
-from sana_core.training.came import CAME
 from sana_core.training.previews import as_saved
 from sana_core.training.ranks import ALONE
 from sana_core.training.schedule import TrainProgress
@@ -212,37 +211,6 @@ def test_the_names_of_sanas_block_are_known_and_those_that_are_not_list_what_is_
         assert "SanaTransformerBlock (2 of" in words[0] and "GLUMBConv (2 of" in words[0]
     else:
         assert kind == "done", words
-
-
-def test_rows_of_came_step_as_the_whole_does():
-    """The gradients are fixed, because the first steps of CAME magnify the rounding errors of zero gradients."""
-    shapes = [(7, 5), (6, 4, 1, 1), (3,), (5, 1, 3, 3), (1, 9)] * 2
-    generator = torch.Generator().manual_seed(2)
-    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
-
-    def steps(ranks):
-        parameters = [torch.nn.Parameter(torch.ones(shape)[rows(shape, ranks)]) for shape in shapes]
-        optimizer = CAME(parameters, 1e-2, weight_decay=0.1)
-        messages = []
-        optimizer.total = lambda sums: (messages.append(len(sums)), ranks.all_reduce(sums))[1]
-        for step in gradients:
-            for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient[rows(tuple(gradient.shape), ranks)].clone()
-            optimizer.step()
-        # Three messages per step for any number of matrices of a shape: sums of columns, of all, and of columns of
-        # differences. One for any number of other weights of a shape.
-        assert len(messages) == (3 * 3 + 2) * len(gradients)
-        return [parameter.detach() for parameter in parameters]
-
-    undivided, parts = steps(ALONE), results_of(3, steps)
-    for number, expected in enumerate(undivided):
-        result = torch.cat([part[number] for part in parts])
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
-
-
-def rows(shape, ranks):
-    item = -(-shape[0] // ranks.size)
-    return slice(ranks.rank * item, (ranks.rank + 1) * item)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
