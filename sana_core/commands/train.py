@@ -1,6 +1,6 @@
 """Train a LoRA, DoRA, LoKr or all weights with the settings of a TOML file. Ctrl+C saves. The same command resumes.
 
---plan only predicts memory and time, and names settings that fit. If torchrun or accelerate launch starts several
+--plan only predicts memory, and names settings that fit. If torchrun or accelerate launch starts several
 processes, they train one model, with the settings in [parallel].
 """
 
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write what tensorboard shows into the run's folder"
     )
-    parser.add_argument("--plan", action="store_true", help="predict memory and time, train nothing")
+    parser.add_argument("--plan", action="store_true", help="predict memory, train nothing")
     parser.add_argument("--card", type=float, metavar="GB", help="with --plan: a GPU to fit; without it this machine's")
     parser.add_argument("--cards", type=int, default=1, metavar="N", help="with --plan: how many train together")
     format_options = parser.format_help

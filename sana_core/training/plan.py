@@ -1,9 +1,7 @@
 """Predicts the memory of each stage of a run, and proposes settings that fit the GPUs.
 
 Nothing is loaded. The memory of a training step is counted by `memory_counter`. The other stages use the predictions of
-`sana_core.memory` and of the decoder's planner. The faster of two settings is found by the time of their steps. It is
-predicted from the operations, which a GPU is assumed to compute at REACHED of its peak, as large models do in training.
-It is at least the time in which the host starts them.
+`sana_core.memory` and of the decoder's planner.
 """
 
 from __future__ import annotations
@@ -30,19 +28,17 @@ from ..model.known_models import (
     GPU_SIZES,
     MAX_TOKENS,
     TEXT_PARAMETERS,
-    TEXT_WIDTH,
     VARIANTS,
     WIDTHS,
     Architecture,
 )
 from ..model.latents import DOWNSCALE
 from ..runtime.cancellation import Poll, no_poll
-from ..seconds import RTX_4090, position_flops
 from .images import shapes_at
 from .memory_counter import CountCache, Report, StepMemory, count_optimizer, count_step
 from .optimizers import DDP, OFFLOADED, OPTIMIZERS
 from .previews import preview_size
-from .settings import CONSISTENCY, Phase, TrainingSettings, check_method, check_parallel
+from .settings import Phase, TrainingSettings, check_method, check_parallel
 from .sharding import microbatches
 
 FP32_BYTES = torch.float32.itemsize
@@ -53,11 +49,6 @@ MERGED_COPIES = 2
 EMBEDDED = 4096
 # Blocks that FSDP gathers at once: the current block, the next block, and the communication buffer.
 GATHERED = 3
-# Share of a GPU's peak that a step is assumed to reach.
-REACHED = 0.4
-# Seconds in which the host starts the forward and the backward of a block. With gradient checkpointing it takes twice
-# that: 0.377 s for the 20 blocks of SANA 1.6B, of which an H100 waited for the host all the time.
-HOST_SECONDS = 0.377 / 20 / 2
 # Share of a GPU's memory that a run without gradient checkpointing may be predicted to take.
 FILLED = 0.9
 
@@ -326,40 +317,6 @@ def validation_stage(settings: TrainingSettings, base: Base, cards: int, acceler
     return Stage("validation's images", weights, state, max(sampling, decoding))
 
 
-def step_operations(settings: TrainingSettings, base: Base, phase: Phase) -> int:
-    """Return the operations of a step of `phase`. A product and its sum are two operations.
-
-    The step has the forward, a second forward with gradient checkpointing, the gradients of the inputs of every layer,
-    and the gradients of the trained weights. The consistency loss has another forward with a derivative.
-    """
-    method, width, layers = settings.method, base.model.width, base.model.layers
-    forwards = 2 if settings.checkpoint_gradients else 1
-    shapes = [largest_shape(side) for side in (phase.resolution, *phase.resolutions)]
-    cells = sum(columns * rows for columns, rows in shapes) / len(shapes)
-    once = cells * position_flops(width, layers)
-    # Training computes keys and values of the text in each step. Only full training needs gradients of their inputs.
-    keys_and_values = 2 * layers * width**2
-    text = 2 * MAX_TOKENS * (TEXT_WIDTH * width + width**2 + keys_and_values)
-    if method.kind == "full":
-        image = (forwards + 2) * (once + text)
-    else:
-        trained = method.blocks / layers * (once + text)
-        if method.is_adapter:
-            trained = 2 * cells * count_batch(settings, base, phase, 1, False).elements
-        image = (forwards + 1) * once + forwards * text + (forwards + 2) * trained
-        if settings.loss.kind == CONSISTENCY:
-            # The derivative takes a second product in each layer. The text has no derivative.
-            image += 2 * (once + trained) + text
-    return round(image * phase.batch * phase.accumulate)
-
-
-def step_seconds(settings: TrainingSettings, base: Base, phase: Phase, speed: float, cards: int = 1) -> float:
-    """Return the predicted time of a step of `phase` on `cards` GPUs that compute `speed` operations per second."""
-    forwards = 2 if settings.checkpoint_gradients else 1
-    host = HOST_SECONDS * forwards * base.model.layers * rank_share(phase, cards)[0]
-    return max(host, step_operations(settings, base, phase) / (speed * cards))
-
-
 def decide_checkpointing(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> TrainingSettings:
     """Return `settings` without gradient checkpointing, if they fit GPUs of `room` bytes without it."""
     without = replace(settings, checkpoint_gradients=False)
@@ -377,17 +334,18 @@ def merge_batches(settings: TrainingSettings) -> TrainingSettings:
 
 
 def propose_faster(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> list[str]:
-    """Return the changes of the batches that make steps fastest on `cards` GPUs of `room` bytes each, as text."""
-    candidates, following = [settings], merge_batches(settings)
-    while following != candidates[-1] and plan_training(following, base, cards).gpu_bytes <= room:
-        candidates.append(following)
-        following = merge_batches(following)
+    """Return the changes to the largest batches that fit `cards` GPUs of `room` bytes each, as text.
 
-    def seconds(candidate: TrainingSettings) -> float:
-        decided, speed = decide_checkpointing(candidate, base, room, cards), RTX_4090.tflops * 1e12 * REACHED
-        return sum(step_seconds(decided, base, phase, speed, cards) for phase in decided.phase)
-
-    return differences(settings, min(candidates, key=seconds))
+    A step then has fewer batches, so the host starts fewer operations. This does not pay if a batch needs gradient
+    checkpointing that smaller ones do without.
+    """
+    checkpointing = decide_checkpointing(settings, base, room, cards).checkpoint_gradients
+    chosen, following = settings, merge_batches(settings)
+    while following != chosen and plan_training(following, base, cards).gpu_bytes <= room:
+        if decide_checkpointing(following, base, room, cards).checkpoint_gradients != checkpointing:
+            break
+        chosen, following = following, merge_batches(following)
+    return differences(settings, chosen)
 
 
 def divide_batches(settings: TrainingSettings) -> TrainingSettings:

@@ -1,7 +1,6 @@
 """Predicted memory of training, compared with the counted peak of the trainer's step, and settings that fit a GPU."""
 
 import json
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 import torch
 from decoders import f32c32
 from setup import ROOT
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import train_memory
 from benchmarks.train_memory import (
@@ -38,13 +36,10 @@ from sana_core.model.known_models import (
 )
 from sana_core.model.latents import CHANNELS
 from sana_core.runtime.accelerator import current_accelerator
-from sana_core.seconds import H100
-from sana_core.training import plan as plan_module
 from sana_core.training.cache import Batch
 from sana_core.training.memory_counter import compute_norms_in_fp32, count_optimizer, counting, to_fake
 from sana_core.training.optimizers import OPTIMIZERS, OptimizerSpec, make_optimizer, step_optimizer
 from sana_core.training.plan import (
-    REACHED,
     count_batch,
     decide_checkpointing,
     fit_lines,
@@ -53,8 +48,6 @@ from sana_core.training.plan import (
     propose_faster,
     read_base,
     released_base,
-    step_operations,
-    step_seconds,
     training_stage,
 )
 from sana_core.training.ranks import ALONE, Ranks
@@ -419,21 +412,6 @@ def test_batches_that_fit_are_proposed_in_place_of_accumulation():
     assert propose_faster(full, base, plan_training(full, base).gpu_bytes) == []
 
 
-def test_a_step_takes_the_time_of_the_host_that_was_measured():
-    """The file has the time of a LoRA step of 1.6B with gradient checkpointing on an H100."""
-    figures = json.loads((ROOT / "benchmarks" / "gpu" / "nvidia-h100-80gb-hbm3.json").read_text())
-    measured = figures["parts"]["train"]["LoRA step, rank 16, 1024 px, batch 1"]["ms"] / 1000
-    settings, base = make_settings(), shared_base("1.6B")
-    seconds = step_seconds(settings, base, settings.phase[0], H100.tflops * 1e12 * REACHED)
-    assert 0.2 < seconds < 0.5 and seconds == pytest.approx(measured, rel=0.01)
-    faster = replace(settings, checkpoint_gradients=False)
-    assert step_seconds(faster, base, faster.phase[0], H100.tflops * 1e12 * REACHED) == pytest.approx(seconds / 2)
-    # A large batch of all weights is limited by the GPU.
-    large = make_settings(method=FULL, batch=64)
-    operations = step_operations(large, base, large.phase[0])
-    assert step_seconds(large, base, large.phase[0], 1e14) == pytest.approx(operations / 1e14)
-
-
 def test_a_batch_is_divided_so_that_a_step_learns_as_many_pictures():
     base = shared_base("1.6B")
     settings = make_settings(2048, batch=6, accumulate=2)
@@ -595,40 +573,3 @@ def test_a_mistyped_model_of_a_recipe_is_not_taken_for_a_released_one(tmp_path, 
     (tmp_path / "run.toml").write_text(text.replace("Sana_1600M_1024px_BF16_diffusers", "Sana_1600"))
     assert main(["train", str(tmp_path / "run.toml"), "--plan"]) == 1
     assert "Sana_1600: no such file or folder, expected a model; check its spelling" in capsys.readouterr().err
-
-
-LARGE = Architecture(2240, 8)
-
-
-def convolution_backward(gradient, inner, weight, bias, stride, padding, dilation, transposed, _, groups, mask, **_out):
-    """Operations as torch counts them, but with the gradient of a depthwise weight counted as depthwise."""
-    return 2 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * sum(mask[:2])
-
-
-OWN = {torch.ops.aten.convolution_backward: convolution_backward}
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        pytest.param({"method": Method(rank=16)}, marks=pytest.mark.slow),
-        {"method": Method(rank=16, targets="both"), "checkpoint": False, "batch": 2},
-        pytest.param({"method": FULL, "accumulate": 2}, marks=pytest.mark.slow),
-        pytest.param({"method": FULL, "checkpoint": False}, marks=pytest.mark.slow),
-        pytest.param({"method": CONTROLNET}, marks=pytest.mark.slow),
-    ],
-)
-def test_operations_are_those_that_torch_counts(own, monkeypatch):
-    settings, take_step = make_settings(**own), train_memory.take_step
-    counter = FlopCounterMode(display=False, custom_mapping=OWN)
-
-    def counted(*values):
-        with counter:
-            return take_step(*values)
-
-    monkeypatch.setattr(train_memory, "take_step", counted)
-    # The counted bucket is square.
-    monkeypatch.setattr(plan_module, "largest_shape", lambda side: (side // 32, side // 32))
-    count_step(LARGE, settings, steps=1)
-    base = shared_base("1.6B")._replace(model=LARGE)
-    assert step_operations(settings, base, settings.phase[0]) == pytest.approx(counter.get_total_flops(), rel=0.08)
