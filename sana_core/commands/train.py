@@ -140,14 +140,7 @@ def plan_lines(
     from ..runtime.accelerator import chosen_device, current_accelerator, memory_info
     from ..runtime.checks import check_number, check_whole
     from ..training.optimizers import DDP
-    from ..training.plan import (
-        decide_checkpointing,
-        fit_lines,
-        plan_training,
-        read_base,
-        released_base,
-        table_lines,
-    )
+    from ..training.plan import decide_checkpointing, fit_lines, plan_training, read_base, released_base, table_lines
     from ..training.sharding import check_steps
     from ..training.trainer import check_base
 

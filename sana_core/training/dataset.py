@@ -161,11 +161,7 @@ def warn_of_skipped(faults: Sequence[SanaError]) -> None:
 
 
 def read_dataset(
-    path: Path,
-    poll: Poll = no_poll,
-    skip_broken: bool = False,
-    caption: str = "",
-    size_of: SizeOf = upright_size,
+    path: Path, poll: Poll = no_poll, skip_broken: bool = False, caption: str = "", size_of: SizeOf = upright_size
 ) -> list[Sample]:
     """Return the samples of a folder and its subfolders, of a .jsonl, a .tar, or the tars in a wids-meta.json.
 

@@ -282,11 +282,7 @@ def tangent(transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, r
 
 
 def consistency_loss(
-    transformer: SanaTransformer2DModel,
-    point: Point,
-    prompt: Prompt,
-    ramp: float,
-    weight: torch.Tensor | None = None,
+    transformer: SanaTransformer2DModel, point: Point, prompt: Prompt, ramp: float, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the loss [B] whose gradient moves F against its normalised tangent. `weight` is as in `flow_loss`.
 

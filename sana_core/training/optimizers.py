@@ -263,10 +263,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 
 @torch.no_grad()
 def step_rounded(
-    optimizer: torch.optim.Optimizer,
-    group: Json,
-    bucket: list[torch.Tensor],
-    generator: torch.Generator,
+    optimizer: torch.optim.Optimizer, group: Json, bucket: list[torch.Tensor], generator: torch.Generator
 ) -> None:
     """Take the step of parameters of `group` of equal shape in fp32, and round it stochastically to their bf16.
 

@@ -222,7 +222,11 @@ def draw_sheet(out: Path, best: int | None) -> bytes:
     from PIL.PngImagePlugin import PngInfo
 
     lines = read_log(out)
-    images = {(int(match[1]), int(match[2])): path for path, match in images_in(out)}
+    images = {
+        (int(match[1]), int(match[2])): path
+        for path in (out / PICTURES).glob("step-*.png")
+        if (match := IMAGE.fullmatch(path.name))
+    }
     steps, rows = columns_of(sorted({step for step, _ in images}), best), sorted({row for _, row in images})[:ROWS]
     thumbs = {}
     for (step, row), path in images.items():
@@ -271,12 +275,6 @@ def check_own(file: Path) -> None:
             is_own_sheet = False
     if not is_own_sheet:
         raise foreign_file_error(file)
-
-
-def images_in(out: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the images of validations in `out`, with the matches of step and prompt in their names."""
-    matches = [(path, IMAGE.fullmatch(path.name)) for path in (out / PICTURES).glob("step-*.png")]
-    return [(path, match) for path, match in matches if match]
 
 
 def columns_of(steps: Sequence[int], best: int | None) -> list[int]:

@@ -199,12 +199,7 @@ def joined(device: str) -> Iterator[Ranks]:
         yield ALONE
         return
     store, rank, count = connection
-    from torch.distributed import (
-        Backend,
-        get_default_backend_for_device,
-        init_process_group,
-        is_backend_available,
-    )
+    from torch.distributed import Backend, get_default_backend_for_device, init_process_group, is_backend_available
 
     attempt = meet(store, rank, count)
     store = torch.distributed.PrefixStore(attempt, store)

@@ -71,12 +71,7 @@ FLOW, CONSISTENCY = "flow", "consistency"
 AUTO, ON, OFF = "auto", "on", "off"
 # What compiled blocks need: FSDP gathers the weights of each block, the consistency loss and a base in 8 bits have
 # derivatives that torch does not compile, and the hook of a ControlNet is another one in each step.
-COMPILED = {
-    "method.kind": (*ADAPTERS, "full"),
-    "method.base": ("full",),
-    "loss.kind": (FLOW,),
-    "parallel.kind": (DDP,),
-}
+COMPILED = {"method.kind": (*ADAPTERS, "full"), "method.base": ("full",), "loss.kind": (FLOW,), "parallel.kind": (DDP,)}
 # Names that Windows reserves for devices, with any ending.
 WINDOWS_NAMES = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
 # Bytes of a name in UTF-8. File systems allow 255 bytes with the ending.
@@ -354,9 +349,7 @@ class Phase:
         1, "Different crops of each image, of which an epoch learns one at random. 1: the middle.", within(1, 64)
     )
     tag_orders: int = setting(
-        1,
-        'Different orders of a caption\'s tags, which ", " divides. An epoch learns one at random.',
-        within(1, 64),
+        1, 'Different orders of a caption\'s tags, which ", " divides. An epoch learns one at random.', within(1, 64)
     )
     keep_tags: int = setting(
         0,

@@ -26,15 +26,7 @@ from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hi
 import torch
 
 from ..checkpoints.fingerprint import digest_json
-from ..errors import (
-    CheckpointError,
-    ExistingFileError,
-    InputError,
-    OutputError,
-    SanaError,
-    TrainingError,
-    VersionError,
-)
+from ..errors import CheckpointError, ExistingFileError, InputError, OutputError, SanaError, TrainingError, VersionError
 from ..runtime.atomic_files import (
     digest_file,
     patiently,
@@ -598,8 +590,13 @@ class Saver:
             if new is not None:
                 new.complete()
             elif step and validated == step:
+                # A run that was cancelled or failed has saved the state before its validation.
+                folder = step_folder(self.out, step)
                 try:
-                    note_validation(step_folder(self.out, step), self.parts, best, validated)
+                    state = read_document(folder)
+                    if state.validated != validated:
+                        with writing(folder):
+                            write_document(folder, self.parts, state._replace(best=best, validated=validated))
                 except SanaError as error:
                     # The state itself is in its place, and the next one has the validation.
                     logger.warning("the validation of step %d is not saved now (%s)", step, error)
@@ -634,14 +631,6 @@ def write_document(folder: Path, parts: Path, state: SavedState) -> None:
     document = json.loads(json.dumps(state._asdict() | records))
     text = json.dumps({**document, "digest": digest_json(document)}, indent=1, sort_keys=True)
     write_whole(folder / STATE, text.encode(), parts, replace=True)
-
-
-def note_validation(folder: Path, parts: Path, best: Best | None, validated: int | None) -> None:
-    """Add the validation to the state in `folder`. A run that was cancelled or failed has saved the state before it."""
-    state = read_document(folder)
-    if state.validated != validated:
-        with writing(folder):
-            write_document(folder, parts, state._replace(best=best, validated=validated))
 
 
 def move_state(part: Path, folder: Path, patience: float | None = None) -> None:

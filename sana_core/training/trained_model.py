@@ -23,16 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checkpoints.headers import write_tensors
 from ..checkpoints.keys import COLUMNS, ROWS
-from ..checkpoints.lora import (
-    Adapter,
-    Tensors,
-    adapted,
-    dora_scale,
-    parts_of,
-    product_of,
-    read_whole,
-    split_layers,
-)
+from ..checkpoints.lora import Adapter, Tensors, adapted, dora_scale, parts_of, product_of, read_whole, split_layers
 from ..errors import InputError, VersionError
 from ..model.controlnet import Control
 from ..model.forward import DROPPED, embed
@@ -47,10 +38,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 PREFIX = "transformer."
 # {targets: pattern of the layers that get an adapter}. The depthwise convolution is too small for one.
-LAYERS = {
-    "attention": r"attn[12]\.(to_q|to_k|to_v|to_out\.0)",
-    "feed_forward": r"ff\.(conv_inverted|conv_point)",
-}
+LAYERS = {"attention": r"attn[12]\.(to_q|to_k|to_v|to_out\.0)", "feed_forward": r"ff\.(conv_inverted|conv_point)"}
 SCALED = {part for spec in ADAPTERS.values() for part in spec.scaled}
 
 # Adapters

@@ -383,7 +383,13 @@ class Trainer:
         # What rank 0 sees decides, as in `check_folder`.
         steps = ranks.broadcast([step for step, _ in states.find_states(self.out)])
         if steps:
-            self.resume_at(states.step_folder(self.out, steps[-1]))
+            folder = states.step_folder(self.out, steps[-1])
+            saved, tensors = ranks.run_on_all(lambda: states.read_state(folder, self.layout))
+            states.check_config(self.config, saved.config, self.out)
+            states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, folder.name)
+            self.progress, self.best, self.validated_step = saved.progress, saved.best, saved.validated
+            if not schedule.same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
+                self.begin_epoch_again()
         self.progress, self.has_ended = self.loader.advance(self.progress)
         self.saver.saved_step = self.progress.step
         if not self.has_ended:
@@ -391,14 +397,8 @@ class Trainer:
             self.compile_blocks()
             self.warm_up_ddp_buckets()
 
-    def resume_at(self, state_folder: Path) -> None:
-        """Restore the state in `state_folder`. An epoch whose images or batches have changed begins again."""
-        saved, tensors = self.ranks.run_on_all(lambda: states.read_state(state_folder, self.layout))
-        states.check_config(self.config, saved.config, self.out)
-        states.restore(self.parameters, self.optimizer, self.average, tensors, saved.values, state_folder.name)
-        self.progress, self.best, self.validated_step = saved.progress, saved.best, saved.validated
-        if schedule.same_epochs(saved.data[self.progress.phase], self.phase_data.digest):
-            return
+    def begin_epoch_again(self) -> None:
+        """Begin the current epoch again, because its images or batches have changed."""
         if self.progress.position:
             logger.warning(
                 "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1

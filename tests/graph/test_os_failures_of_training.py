@@ -64,13 +64,7 @@ def graph(base_graph, train_node, runs):
     def graph(name, steps, **options):
         nodes = base_graph(seed=0, steps=1)
         nodes["data"] = ("SanaNodesDataset", {"folder": "pair", "resolution": 128})
-        inputs = {
-            "name": name,
-            "rank": 4,
-            "learning_rate": 3e-3,
-            "batch_size": 2,
-            "validate_every": 0,
-        }
+        inputs = {"name": name, "rank": 4, "learning_rate": 3e-3, "batch_size": 2, "validate_every": 0}
         links = {"model": ["load", 0], "dataset": ["data", 0]}
         train_node(nodes, **links, **{**inputs, "steps": steps, "keep": 1, **options})
         nodes["sample"][1]["model"] = ["train", 2]

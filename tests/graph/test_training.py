@@ -128,11 +128,7 @@ def test_core_puts_each_method_s_lora_on_a_model_as_we_do(host, training_graph, 
     assert torch.equal(outputs["core"]["samples"], outputs["latent"]["samples"])
 
 
-CANCELS = {
-    "in the report of a step": (3, True, 0),
-    "between two steps": (3, False, 0),
-    "while it draws": (3, False, 3),
-}
+CANCELS = {"in the report of a step": (3, True, 0), "between two steps": (3, False, 0), "while it draws": (3, False, 3)}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sana_core.training import came
 from sana_core.training.came import BLOCK, dequantise, empty_codes, quantise
-from sana_core.training.optimizers import (
-    make_optimizer,
-    optimizer_state,
-    start_average,
-    step_optimizer,
-    update_average,
-)
+from sana_core.training.optimizers import make_optimizer, optimizer_state, start_average, step_optimizer, update_average
 
 
 def normal(*shape, seed=0):

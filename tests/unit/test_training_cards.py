@@ -10,13 +10,7 @@ from test_training_plan import shared_base
 from benchmarks.train_memory import FULL, make_settings
 from sana_core.commands import train as command
 from sana_core.memory import transformer_parameters
-from sana_core.training.plan import (
-    fit_lines,
-    plan_training,
-    rank_share,
-    table_lines,
-    training_stage,
-)
+from sana_core.training.plan import fit_lines, plan_training, rank_share, table_lines, training_stage
 from sana_core.training.settings import Parallel, Validation, read_settings
 from sana_core.training.sharding import microbatches
 

@@ -15,14 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sana_core.checkpoints.fingerprint import digest_json
-from sana_core.errors import (
-    CheckpointError,
-    ExistingFileError,
-    InputError,
-    OutputError,
-    TrainingError,
-    VersionError,
-)
+from sana_core.errors import CheckpointError, ExistingFileError, InputError, OutputError, TrainingError, VersionError
 from sana_core.training import cache, schedule, states, trainer
 from sana_core.training.settings import Method, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import Eta, append_log, find_states, read_log, read_losses

@@ -54,11 +54,7 @@ WAYS = {
         "varied": {"flip": True, "crops": 3, "repeats": (2,), "tag_orders": 2, "weights": (0.5,), "resolutions": (160,)}
     },
     "lokr, came": {"method": Method("lokr", rank=2), "optimizer": Optimizer("came8bit")},
-    "full in bf16": {
-        "method": Method("full", weights="bfloat16"),
-        "dtype": "bfloat16",
-        "optimizer": Optimizer("came"),
-    },
+    "full in bf16": {"method": Method("full", weights="bfloat16"), "dtype": "bfloat16", "optimizer": Optimizer("came")},
     "controlnet": {"method": Method("controlnet", blocks=2), "optimizer": Optimizer(ema=0.9)},
     "controlnet, mixed": {"method": Method("controlnet", blocks=2), "dtype": "bfloat16"},
     "controlnet in bf16": {

@@ -13,14 +13,7 @@ from decoders import f32c32
 from setup import ROOT
 
 from benchmarks import train_memory
-from benchmarks.train_memory import (
-    CONTROLNET,
-    EIGHT_BITS,
-    FULL,
-    ROUNDED,
-    count_step,
-    make_settings,
-)
+from benchmarks.train_memory import CONTROLNET, EIGHT_BITS, FULL, ROUNDED, count_step, make_settings
 from sana_core.__main__ import main
 from sana_core.commands import train as command
 from sana_core.decode.stages import encoder_stages
@@ -98,11 +91,7 @@ def test_the_counted_peaks_of_the_released_models_are_predicted(variant, number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [{}, {"method": ROUNDED, "optimizer": "came8bit"}],
-    ids=["lora", "full"],
-)
+@pytest.mark.parametrize("case", [{}, {"method": ROUNDED, "optimizer": "came8bit"}], ids=["lora", "full"])
 def test_the_counter_still_counts_what_was_committed_of_the_smallest_model(case):
     """The step of today, at the real size: a change that makes it take more is seen here."""
     settings = make_settings(**case)
@@ -334,11 +323,7 @@ def test_the_recipes_fit_the_cards_that_they_name(name):
 
 
 def test_every_recipe_of_a_released_model_is_held_to_a_card():
-    assert {file.stem for file in (ROOT / "recipes").glob("*.toml")} == {
-        *RECIPES,
-        "lora_bundled",
-        "full_8_gpus",
-    }
+    assert {file.stem for file in (ROOT / "recipes").glob("*.toml")} == {*RECIPES, "lora_bundled", "full_8_gpus"}
 
 
 TRAINED = {

@@ -22,11 +22,7 @@ from sana_core.training.sharding import check_steps, describe_layout, microbatch
 
 pytestmark = pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
 PICTURES = 8
-METHODS = {
-    "lora": Method(rank=2),
-    "full": Method("full"),
-    "controlnet": Method("controlnet", blocks=1),
-}
+METHODS = {"lora": Method(rank=2), "full": Method("full"), "controlnet": Method("controlnet", blocks=1)}
 KINDS = ("ddp", "fsdp", "fsdp_offload")
 
 

@@ -99,18 +99,12 @@ WRONG = {
         "name = '" + "\u4e00" * 81 + "'" + WHOLE,
         "name: got .*, expected at most 240 bytes; choose",
     ),
-    "nothing counts": (
-        WHOLE + "weights = [0]",
-        "phase 1: weights: got only 0, so nothing is trained; raise one",
-    ),
+    "nothing counts": (WHOLE + "weights = [0]", "phase 1: weights: got only 0, so nothing is trained; raise one"),
     "a size twice": (
         WHOLE + "resolutions = [1024]",
         "phase 1: resolutions: got a size twice, expected others than 1024; remove it",
     ),
-    "repeats": (
-        WHOLE + "repeats = [1, 2]",
-        "phase 1: got 2 repeats for 1 sets of data, expected one for each",
-    ),
+    "repeats": (WHOLE + "repeats = [1, 2]", "phase 1: got 2 repeats for 1 sets of data, expected one for each"),
     "crops": (WHOLE + "crops = 0", "phase 1: crops: got 0, expected a number from 1 to 64"),
     "other sizes": (WHOLE + "resolutions = [1000]", "phase 1: resolutions: got 1000, expected a multiple of 32"),
     "times": (WHOLE + "[loss]\ntimes = 'sigmoid'", "loss.times: got 'sigmoid', expected one of logit_normal, mode"),

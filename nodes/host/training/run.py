@@ -18,14 +18,7 @@ from ....sana_core.checkpoints.headers import read_file
 from ....sana_core.errors import InputError, OutputError
 from ....sana_core.runtime.atomic_files import digest_file, output_file, reason_of
 from ....sana_core.runtime.text import get_logger
-from ....sana_core.training.plan import (
-    Base,
-    Plan,
-    decide_checkpointing,
-    fit_lines,
-    plan_training,
-    read_base,
-)
+from ....sana_core.training.plan import Base, Plan, decide_checkpointing, fit_lines, plan_training, read_base
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ....sana_core.training.states import find_states, read_losses, read_run
 from ....sana_core.training.trainer import check_base, train
