@@ -354,7 +354,6 @@ def optional(name: str, write: WriteLine) -> WriteLine:
 
 
 def warn(name: str, error: Exception, remedy: str) -> None:
-    """Warn in one line that a dashboard receives no more lines."""
     logger.warning(
         "%s: it receives no more lines (%s); the training continues, and log.jsonl contains all lines; %s",
         *(name, brief(first_line(error), 200), remedy),

@@ -444,7 +444,6 @@ class Store:
         return tensors
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write or replace a file of the cache."""
         for folder in filter(None, (path.parent, self.parts)):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, self.parts or path.parent, replace=True)
@@ -499,7 +498,6 @@ class FileMemo:
         self.changed = False
 
     def read(self) -> Json:
-        """Return the values on disk."""
         try:
             values = json.loads(read_small(self.file, LARGEST_MEMO))
             if values and all(map(is_digest, values)) and all(map(self.is_value, values.values())):

@@ -145,7 +145,6 @@ def without_traceback(fault: SanaError) -> SanaError:
 
 
 def name_in(fault: SanaError) -> str:
-    """Return the name of the file at the beginning of a fault."""
     return str(fault).partition(": ")[0]
 
 
@@ -155,7 +154,6 @@ def is_unreadable(fault: SanaError) -> bool:
 
 
 def warn_of_skipped(faults: Sequence[SanaError]) -> None:
-    """Log the names of the images that `skip_broken` leaves out, and the first fault."""
     names = ", ".join(map(name_in, faults))
     logger.warning("dataset: skip_broken leaves out %d images: %s; the first: %s", len(faults), names, faults[0])
 
@@ -505,7 +503,6 @@ def attempt(function: Callable[..., T], *arguments: object) -> T | SanaError:
 
 
 def read_files(files: Mapping[str, FileRange], prefix: str, kinds: Kinds) -> Sample:
-    """Return the sample of the files with one stem."""
     name = prefix + kinds["image"][0]
     for names in (kinds.get(kind, []) for kind in ("mask", "control", "image")):
         if len(names) > 1:
@@ -528,7 +525,6 @@ def read_text(data: bytes, name: str) -> str:
 
 
 def parse(data: bytes, name: str) -> Json:
-    """Return the JSON object in `data`."""
     try:
         document = json.loads(read_text(data, name))
     except RecursionError:

@@ -111,8 +111,6 @@ def samples_of_phases(settings: TrainingSettings, store: Store, poll: Poll) -> l
 
 
 class Microbatch(NamedTuple):
-    """A batch of one rank, with the random values of its images."""
-
     # Indices of the samples.
     indices: list[int]
     # An idle rank computes it only to take part in the collectives. Its loss is multiplied by 0.

@@ -59,8 +59,6 @@ JSON_TYPES = {int: "a whole number", float: "a number", str: "a text", list: "a 
 
 
 class RunRecord(NamedTuple):
-    """The content of run.json."""
-
     # The values that may not change when the run resumes. None: there is no run.
     config: Json | None
     # The digests of the files that the run has published.
@@ -302,7 +300,6 @@ def read_document(folder: Path, in_place: bool = True) -> SavedState:
 
 
 def check_file(folder: Path, name: str, digest: str) -> None:
-    """Raise CheckpointError for a file of a state that is missing or has changed."""
     try:
         damaged = digest_file(folder / name) != digest
     except OSError as error:

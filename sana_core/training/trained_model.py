@@ -82,7 +82,6 @@ def layer_names(method: Method) -> str:
 
 
 def check_layers(names: Iterable[str], method: Method) -> None:
-    """Raise InputError if no layer in `names` gets an adapter."""
     if not any(map(re.compile(layer_names(method)).fullmatch, names)):
         raise InputError(
             f"layers: got {', '.join(method.layers)!s:.80}, which fits none of targets {method.targets}, expected one "
@@ -92,7 +91,6 @@ def check_layers(names: Iterable[str], method: Method) -> None:
 
 @contextmanager
 def without_dropout(transformer: torch.nn.Module) -> Iterator[None]:
-    """Disable the dropout of the adapter."""
     layers = [layer for layer in adapter_layers(transformer).values() if layer.training]
     for layer in layers:
         layer.train(False)
@@ -104,7 +102,6 @@ def without_dropout(transformer: torch.nn.Module) -> Iterator[None]:
 
 
 def adapter_layers(transformer: SanaTransformer2DModel) -> dict[str, Any]:
-    """Return {name: layer} of the layers with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
@@ -135,7 +132,6 @@ def write_adapter(
     method: Method,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the `tensors` of `adapter_tensors` to `file`, with `metadata`."""
     metadata = {"format": "pt", **metadata}
     if ADAPTERS[method.kind].is_lora:
         # Loaders build peft's LoraConfig from this. alpha = rank, because the scale is already in the weights.

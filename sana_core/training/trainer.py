@@ -271,7 +271,6 @@ class Trainer:
             yield
 
     def check_folder(self) -> None:
-        """Raise ExistingFileError for foreign files, and InputError if the folder's run has another config."""
         settings = self.settings
         names = (self.adapter_file, self.last_adapter_file) if settings.method.is_adapter else ()
         # Ranks may see different contents of a network folder for a while. What rank 0 sees decides.
@@ -398,7 +397,6 @@ class Trainer:
             self.warm_up_ddp_buckets()
 
     def begin_epoch_again(self) -> None:
-        """Begin the current epoch again, because its images or batches have changed."""
         if self.progress.position:
             logger.warning(
                 "images or batches of phase %d have changed, so its epoch begins again", self.progress.phase + 1
@@ -474,7 +472,6 @@ class Trainer:
     # The loop
 
     def run_steps(self) -> None:
-        """Train from the current progress to the end of the last phase."""
         total = self.progress.step + schedule.all_steps_left(self.settings, self.loader.steps_per_epoch, self.progress)
         line: Line | None = None
         while True:
@@ -931,7 +928,6 @@ def check_base(settings: TrainingSettings) -> float:
 
 
 def check_apple(settings: TrainingSettings) -> None:
-    """Raise InputError for settings that torch cannot train with on Apple's GPU."""
     dropout = settings.method.dropout
     if dropout and settings.checkpoint_gradients:
         # torch.utils.checkpoint restores the random state only if the device's module has `_initialized`. torch.mps

@@ -83,8 +83,6 @@ FRAGMENTS = 1.1
 
 
 class Trained(NamedTuple):
-    """The result of a training of a LoRA."""
-
     # The tensors of the LoRA's file.
     lora: dict[str, torch.Tensor]
     # The loss of each step.
@@ -132,7 +130,6 @@ def clip_path(clip: comfy.sd.CLIP | None) -> str:
 
 
 def make_method(chosen: RunSettings, tables: Mapping[str, Mapping[str, Any]]) -> Method:
-    """Return the method: a ControlNet if there are blocks, else an adapter."""
     if "blocks" not in tables["method"]:
         return Method(**tables["method"], start=chosen.existing_lora)
     defaults = default_values()

@@ -35,8 +35,6 @@ CAPTION_LENGTH = 28
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data for SANA Train."""
-
     folder: str = field(repr=False)
     # Images are cropped to buckets of about resolution x resolution pixels.
     resolution: int
@@ -85,7 +83,6 @@ def draw_sheet(members: dict[Bucket, list[Sample]], poll: Poll) -> Image.Image:
 
 
 def draw_cell(sheet: Image.Image, corner: tuple[int, int], sample: Sample, bucket: Bucket) -> None:
-    """Draw the cropped image, its size, whether it has a mask, and the beginning of its caption."""
     scale = min(THUMBNAIL[0] / bucket[0], THUMBNAIL[1] / bucket[1])
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
     box = crop_box(sample.size, bucket)
@@ -130,7 +127,6 @@ class View:
         self.said, self.drawn = 0.0, 0.0
 
     def progress(self, stage: str, count: int, total: int) -> None:
-        """Show the progress of a stage of the preparation."""
         self.status(f"{stage}: {count} of {total}{self.fit}", count == total)
         self.advance(stage, count, total)
 
@@ -184,7 +180,6 @@ class View:
 
 
 def draw_curve(draw: ImageDraw.ImageDraw, losses: Sequence[float], top: int) -> None:
-    """Draw the losses and their moving average. Text shows the lowest and the highest loss."""
     if len(losses) < 2:
         return
     low, high = min(losses), max(losses)
