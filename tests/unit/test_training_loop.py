@@ -44,7 +44,6 @@ def settings(folder, tmp_path, checkpoint):
 
 
 WAYS = {
-    "lora": {},
     "dora, average": {"method": Method("dora", rank=2, targets="both"), "optimizer": Optimizer(ema=0.9)},
     "lora, dropout on some layers": {
         "method": Method(rank=2, targets="both", layers=("*.1.*", "*.attn1.*"), dropout=0.3),
@@ -57,11 +56,6 @@ WAYS = {
     "full in bf16": {"method": Method("full", weights="bfloat16"), "dtype": "bfloat16", "optimizer": Optimizer("came")},
     "controlnet": {"method": Method("controlnet", blocks=2), "optimizer": Optimizer(ema=0.9)},
     "controlnet, mixed": {"method": Method("controlnet", blocks=2), "dtype": "bfloat16"},
-    "controlnet in bf16": {
-        "method": Method("controlnet", blocks=2, weights="bfloat16"),
-        "dtype": "bfloat16",
-        "reference": "nvidia",
-    },
     "full": {"method": Method("full"), "checkpoint_gradients": False, "phases": 2, "steps": 3},
 }
 
