@@ -22,6 +22,9 @@ PROMPTS = ("a red circle on a blue background", "a green star on a white backgro
 def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     write_pictures(folder, 4, controls=True)
+    # ComfyUI decodes a grey PNG with ffmpeg, whose greys are others.
+    for file in folder.glob("*-control.png"):
+        Image.open(file).convert("RGB").save(file)
     return folder
 
 

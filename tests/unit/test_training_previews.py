@@ -1,4 +1,4 @@
-"""The images of validations: those of the command and of diffusers, and the sheet with all of them and the losses."""
+"""The images of validations, which the command and diffusers generate too, and the sheet with all of them."""
 
 from dataclasses import replace
 
