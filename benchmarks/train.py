@@ -53,7 +53,11 @@ def settings(batch: int, steps: int = 10**6) -> TrainingSettings:
 def read_data(folder: Path, cache_name: str, side: int, encode_pixels: Callable, encode_caption: Callable) -> PhaseData:
     samples = [sample._replace(bucket=(side, side)) for sample in read_dataset(folder / "data")[:PICTURES]]
     cache = build_cache(
-        samples, Store(folder / cache_name), Encoders(encode_pixels, encode_caption), ModelIds("a", "t")
+        samples,
+        Store(folder / cache_name, folder / "parts"),
+        Encoders(encode_pixels, encode_caption),
+        ModelIds("a", "t"),
+        {},
     )
     indices = list(range(len(samples)))
     return PhaseData(samples, cache, indices, [], "", {index: [index] for index in indices})

@@ -186,9 +186,9 @@ def build_cache(
     store: Store,
     encode: Encoders,
     ids: ModelIds,
+    broken: BrokenImages,
     poll: Poll = no_poll,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    broken: BrokenImages | None = None,
 ) -> Cache:
     """Encode the entries of `samples` that `store` does not have yet, and return all of them.
 
@@ -198,14 +198,12 @@ def build_cache(
     next call resumes. `progress` receives the number of finished entries and the number of all entries.
 
     Images that cannot be read are added to `broken` and are missing in the cache, so call again without their samples.
-    If `broken` is None, an error names all of them. The other images are encoded first.
     """
     controls = [control for sample in samples for control in with_control(sample)[1:]]
     images = [*samples, *controls]
     entry_count, finished = 1 + len(samples) + len(images), itertools.count(1)
     digests = FileMemo(store, DIGESTS, lambda place, name: digest_of(read_range(place, name)), is_digest)
     paths: list[str] = []
-    faults: BrokenImages = {} if broken is None else broken
 
     def advance() -> None:
         progress(next(finished), entry_count)
@@ -221,7 +219,7 @@ def build_cache(
     texts = [encode_caption(["caption", text], partial(encode_unpadded, encode.caption, text)) for text in captions]
     try:
         for sample in images:
-            if sample.files not in faults:
+            if sample.files not in broken:
                 try:
                     file_digests = [digests.of(file, sample.name) for file in sample.files if file]
                     # The key of the middle has no crop.
@@ -231,7 +229,7 @@ def build_cache(
                     least = math.prod(latent_shape(*sample.bucket, 1)) * torch.float32.itemsize
                     pixels = None if store.has(path, least) else read_image(sample, file_digests)
                 except IMAGE_FAULTS as fault:
-                    faults[sample.files] = without_traceback(fault)
+                    broken[sample.files] = without_traceback(fault)
                     logger.warning("%s", fault)
                 else:
                     if pixels is not None:
@@ -240,8 +238,6 @@ def build_cache(
             advance()
     finally:
         digests.save()
-    if broken is None:
-        Faults(faults.values()).check()
     names = [sample.name for sample in samples]
     return Cache(names, paths[: len(samples)], texts, store.read(empty), store, paths[len(samples) :])
 
@@ -389,9 +385,9 @@ class Stream(NamedTuple):
 class Store:
     """The folder of a cache. Several runs may share it."""
 
-    def __init__(self, folder: Path, parts: Path | None = None) -> None:
+    def __init__(self, folder: Path, parts: Path) -> None:
         self.folder = folder
-        # The folder of unfinished entries, one for each run. None: they are beside the finished entries.
+        # The folder of unfinished entries, one for each run.
         self.parts = parts
         # The entries that this process has written, or whose digest it has checked.
         self.checked_paths: set[str] = set()
@@ -444,9 +440,9 @@ class Store:
         return tensors
 
     def write(self, path: Path, data: bytes) -> None:
-        for folder in filter(None, (path.parent, self.parts)):
+        for folder in (path.parent, self.parts):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, self.parts or path.parent, replace=True)
+        write_whole(path, data, self.parts, replace=True)
 
 
 def store_of(settings: TrainingSettings) -> Store:

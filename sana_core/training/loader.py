@@ -92,7 +92,7 @@ def prepare_data(
                 break
             samples = leave_out(samples, broken_anywhere, settings.skip_broken)
     finally:
-        if ranks.first and store.parts is not None:
+        if ranks.first:
             # Remove the unfinished entries of this run's killed processes. A failure does no harm.
             with suppress(OSError):
                 remove(store.parts)

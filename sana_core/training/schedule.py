@@ -20,7 +20,6 @@ import numpy as np
 from ..checkpoints.fingerprint import digest_json
 from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
-from ..runtime.checks import check_whole
 from ..runtime.file_ranges import FileRange
 from ..runtime.libraries import without_collection
 from ..runtime.text import get_logger
@@ -151,7 +150,7 @@ def prepare_phase(
     """Return the images of a phase with their cache. Images that cannot be read are added to `broken`."""
     # A streamed run only caches the empty prompt.
     cached = () if settings.stream else samples
-    cache = build_cache(cached, store, encode, ids, poll, progress, broken)
+    cache = build_cache(cached, store, encode, ids, broken, poll, progress)
     with without_collection():
         variants = groups_of(samples)
         learned, held_out = hold_out(samples, variants, settings.validation.share)
@@ -324,7 +323,6 @@ def plan_epoch(buckets: Sequence[Bucket], batch: int, seed: int, epoch: int) -> 
     `buckets` has the bucket of each sample. The order depends on `seed` and `epoch` alone. The last batch of a bucket
     may be smaller.
     """
-    check_whole("batch", batch, 1, 1_000_000)
     # Raw random values are the same in every version of numpy. The spawn key of a sample has more numbers, so its
     # values differ from these.
     rng = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))

@@ -258,14 +258,13 @@ def write_run(out: Path, parts: Path, run: RunRecord) -> None:
 # Read a state
 
 
-def read_state(folder: Path, layout: Layout | None = None) -> tuple[SavedState, dict[str, torch.Tensor]]:
+def read_state(folder: Path, layout: Layout) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return the state in `folder` and its tensors. A sharded tensor has only this rank's rows in `layout`.
 
     The ranks divide the check of the files' digests.
     """
     from safetensors import SafetensorError
 
-    layout = layout or Layout()
     state = read_document(folder)
     files = sorted(state.files.keys() - state.results.keys())
     for name in files[layout.ranks.rank :: layout.ranks.size]:
@@ -513,8 +512,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
 class NewState:
     """A state that is being written into a folder in `parts`, and is then moved to steps/step-N."""
 
-    def __init__(self, out: Path, parts: Path, state: SavedState, layout: Layout | None = None) -> None:
-        self.state, self.layout, self.parts = state, layout or Layout(), parts
+    def __init__(self, out: Path, parts: Path, state: SavedState, layout: Layout) -> None:
+        self.state, self.layout, self.parts = state, layout, parts
         self.folder = step_folder(out, state.progress.step)
         self.part = parts / f".state-{state.progress.step}.part"
         # The digests of the tensors' files, by their names.

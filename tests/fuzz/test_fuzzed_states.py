@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes, changed_json, with_file
 
 from sana_core.training.schedule import Best, TrainProgress
+from sana_core.training.sharding import Layout
 from sana_core.training.states import NewState, SavedState, begin_run, check_folder, read_state, step_folder
 
 CONFIG = {"seed": 0, "rank": 2}
@@ -24,14 +25,14 @@ def state(tmp_path_factory):
     parts = out / "parts"
     parts.mkdir(parents=True)
     begin_run(out, parts, CONFIG)
-    state = NewState(out, parts, STATE)
+    state = NewState(out, parts, STATE, Layout())
     state.write(TENSORS, lambda part: (part / "x.safetensors").write_bytes(b"lora"))
     state.complete()
     return step_folder(out, STATE.progress.step)
 
 
 def look(state):
-    result, tensors = read_state(state)
+    result, tensors = read_state(state, Layout())
     same = {name: torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items()}
     assert all(same.values()) and result._replace(files={}) == STATE
 

@@ -92,11 +92,6 @@ def test_the_plan_is_the_same_for_ever():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_batch_of_none_is_refused():
-    with pytest.raises(InputError, match="^batch: got 0"):
-        plan_epoch([(1, 1)], 0, 0, 0)
-
-
 @pytest.mark.parametrize("size, bucket", [((512, 256), (128, 128)), ((256, 512), (128, 128)), ((384, 336), (128, 96))])
 def test_the_crop_is_the_middle_of_the_picture_scaled_whole(size, bucket):
     # The image has little contrast, because Pillow rounds and clips between its two passes.

@@ -20,7 +20,7 @@ import sana_core
 from sana_core import ExistingFileError, InputError, OutputError, ReadError
 from sana_core.training import cache
 from sana_core.training.cache import Encoders, ModelIds, Store, build_cache
-from sana_core.training.dataset import open_image, read_dataset
+from sana_core.training.dataset import Faults, open_image, read_dataset
 from sana_core.training.images import choose_bucket, fit_image
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
@@ -96,7 +96,10 @@ def built(prebuilt, tmp_path, models):
 
 def build(folder, data, models, ids=IDS, resolution=128, **options):
     samples = [sample._replace(bucket=choose_bucket(sample.size, resolution)) for sample in read_dataset(data)]
-    return build_cache(samples, Store(folder), Encoders(models.encode_pixels, models.encode_caption), ids, **options)
+    encode, broken = Encoders(models.encode_pixels, models.encode_caption), {}
+    cache = build_cache(samples, Store(folder, folder / "parts"), encode, ids, broken, **options)
+    Faults(broken.values()).check()
+    return cache
 
 
 def content(folder):
@@ -147,7 +150,7 @@ def test_embeddings_keep_the_encoders_dtype(tmp_path, data, models):
         return embeds.bfloat16(), mask
 
     samples = [sample._replace(bucket=(128, 128)) for sample in read_dataset(data)[:1]]
-    cache = build_cache(samples, Store(tmp_path / "cache"), Encoders(models.encode_pixels, half), IDS)
+    cache = build_cache(samples, Store(tmp_path / "cache", tmp_path), Encoders(models.encode_pixels, half), IDS, {})
     batch = cache.load([0])
     expected = sana_core.encode_prompts(models.encoder, CAPTIONS[:1])[0].bfloat16()
     assert batch.embeds.dtype == cache.empty["embeds"].dtype == torch.bfloat16
@@ -419,8 +422,8 @@ def test_latents_that_cannot_be_are_not_kept(tmp_path, data, models, spoil, said
     samples = [sample._replace(bucket=(128, 128)) for sample in read_dataset(data)[:1]]
     with pytest.raises(InputError, match=said):
         build_cache(
-            samples, Store(tmp_path / "cache"),
-            Encoders(lambda pixels: spoil(models.encode_pixels(pixels)), models.encode_caption), IDS,
+            samples, Store(tmp_path / "cache", tmp_path),
+            Encoders(lambda pixels: spoil(models.encode_pixels(pixels)), models.encode_caption), IDS, {},
         )  # fmt: skip
     assert not list((tmp_path / "cache").glob("latents/*/*"))
 
@@ -432,7 +435,7 @@ def test_embeddings_that_cannot_be_are_not_kept(tmp_path, data, models):
 
     with pytest.raises(InputError, match=r"^caption: its embeddings hold NaN or infinity \(\)"):
         encode = Encoders(models.encode_pixels, spoiled)
-        build_cache(read_dataset(data), Store(tmp_path / "cache"), encode, IDS)
+        build_cache(read_dataset(data), Store(tmp_path / "cache", tmp_path), encode, IDS, {})
     assert content(tmp_path / "cache") == {} if (tmp_path / "cache").exists() else True
 
 

@@ -52,7 +52,7 @@ def make(tmp_path, checkpoint, encoded):
     def make_settings(out="out", kind="folder", stream=True, parallel="ddp", **options):
         if kind not in data:
             data[kind] = write_images(tmp_path, kind)
-        phase = Phase((str(data[kind]),), 128, batch=2, accumulate=2, steps=STEPS, learning_rate=1e-3)
+        phase = Phase((str(data[kind]),), 64, batch=2, accumulate=2, steps=STEPS, learning_rate=1e-3)
         settings = TrainingSettings(
             str(checkpoint), str(tmp_path / out), (phase,), dtype="float32", method=Method(rank=2), stream=stream
         )

@@ -73,7 +73,7 @@ def other_program():
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_variables_left_over_from_another_job_are_named_at_once_and_end_in_one_line(rank):
     port = free_port()
     status, _, lines, seconds = ended(start(RANK=rank, WORLD_SIZE=2, MASTER_PORT=port))

@@ -31,7 +31,7 @@ def settings(folder, tmp_path, checkpoint):
     """A function of overrides: six steps on seven pictures of which one or more are held out."""
 
     def make(out="out", steps=6, data=folder / "pictures", phases=1, varied=None, **options):
-        phase = Phase((str(data),), 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
+        phase = Phase((str(data),), 64, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
         phase = replace(phase, regularisation=(str(data),), **varied) if varied else phase
         values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **options}
         values.setdefault("validation", Validation(every=3, share=0.3))
@@ -50,7 +50,7 @@ WAYS = {
         "loss": Loss(times="mode"),
     },
     "lora, all variants": {
-        "varied": {"flip": True, "crops": 3, "repeats": (2,), "tag_orders": 2, "weights": (0.5,), "resolutions": (160,)}
+        "varied": {"flip": True, "crops": 3, "repeats": (2,), "tag_orders": 2, "weights": (0.5,), "resolutions": (96,)}
     },
     "lokr, came": {"method": Method("lokr", rank=2), "optimizer": Optimizer("came8bit")},
     "full in bf16": {"method": Method("full", weights="bfloat16"), "dtype": "bfloat16", "optimizer": Optimizer("came")},
@@ -214,7 +214,7 @@ def run_on(settings, tmp_path):
 
     def run(added=0, seed=2, **phase):
         write_pictures(data, added, seed=seed)
-        phases = (Phase((str(data),), 128, batch=1, learning_rate=1e-3, **phase),)
+        phases = (Phase((str(data),), 64, batch=1, learning_rate=1e-3, **phase),)
         run_settings = replace(settings(), phase=phases, validation=Validation())
         trainer.train(run_settings)
         return run_settings
@@ -298,7 +298,7 @@ def test_a_model_without_its_parts_is_refused_before_anything_is_made(settings, 
 @pytest.fixture(scope="module")
 def compiled(folder, checkpoint, tmp_path_factory):
     """The settings of a LoRA whose blocks are compiled, and its run of six steps without a stop."""
-    phase = Phase((str(folder / "pictures"),), 128, batch=1, steps=6, learning_rate=1e-3)
+    phase = Phase((str(folder / "pictures"),), 64, batch=1, steps=6, learning_rate=1e-3)
     run = TrainingSettings(
         str(checkpoint), str(tmp_path_factory.mktemp("compiled") / "whole"), (phase,), cache=str(folder / "cache")
     )

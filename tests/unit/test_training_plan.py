@@ -161,7 +161,10 @@ def test_layers_by_pattern_are_those_that_get_an_adapter_and_that_are_counted():
         add_adapter(module, Method(layers=("proj_out",)), 0)
 
 
-@pytest.mark.parametrize("layers", [("*blocks.[2-5].*", "*.attn2.to_[qk]"), ("*blocks.[4-7].attn1.*",)])
+@pytest.mark.parametrize(
+    "layers",
+    [("*blocks.[2-5].*", "*.attn2.to_[qk]"), pytest.param(("*blocks.[4-7].attn1.*",), marks=pytest.mark.slow)],
+)
 def test_blocks_that_differ_take_as_much_memory_as_predicted(layers):
     """In the second case no gradient goes through the first four blocks."""
     model = Architecture(640, 8)

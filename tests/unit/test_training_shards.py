@@ -32,7 +32,7 @@ def settings(folder, tmp_path, checkpoint):
 
     def make(out="out", kind="ddp", steps=4, **options):
         data = (str(folder / "pictures"),)
-        phase = Phase(data, 128, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
+        phase = Phase(data, 64, batch=2, accumulate=2, steps=steps, learning_rate=1e-3, warmup=2)
         values = {"dtype": "float32", "save_every": 2, "caption_dropout": 0.3, "method": Method(rank=2), **options}
         values.setdefault("validation", Validation(every=2, share=0.3))
         paths = {"model": str(checkpoint), "out": str(tmp_path / out), "cache": str(folder / "cache")}

@@ -257,7 +257,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings(folder, tmp_path, sprint):
     def make(out="out", steps=4, warmup=8, batch=2, rate=2e-3, **options):
-        phase = Phase((str(folder / "pictures"),), 128, batch=batch, steps=steps, learning_rate=rate)
+        phase = Phase((str(folder / "pictures"),), 64, batch=batch, steps=steps, learning_rate=rate)
         values = {"dtype": "float32", "method": Method(rank=2), "caption_dropout": 0.2, "save_every": steps, **options}
         values.setdefault("validation", Validation(every=2, share=0.3))
         loss = Loss("consistency", warmup)

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings(folder, tmp_path, checkpoint):
     def make(out, stream=True, **options):
-        phase = Phase((str(folder / "tars"),), 128, batch=2, accumulate=2, steps=4, learning_rate=1e-3)
+        phase = Phase((str(folder / "tars"),), 64, batch=2, accumulate=2, steps=4, learning_rate=1e-3)
         values = {"dtype": "float32", "caption_dropout": 0.3, "method": Method(rank=2), **options}
         values.setdefault("validation", Validation(every=2, share=0.3))
         return check_settings(TrainingSettings(str(checkpoint), str(tmp_path / out), (phase,), stream=stream, **values))
@@ -48,7 +48,9 @@ def settings(folder, tmp_path, checkpoint):
     return make
 
 
-@pytest.mark.parametrize("method", [Method(rank=2), Method("controlnet", blocks=1)], ids=["lora", "controlnet"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(Method(rank=2), marks=pytest.mark.slow), Method("controlnet", blocks=1)]
+)
 def test_a_streamed_run_is_the_cached_one_to_the_bit_and_keeps_no_picture(settings, method):
     streamed, cached = settings("streamed", method=method), settings("cached", False, method=method)
     one, other = trainer.train(streamed), trainer.train(cached)
@@ -109,7 +111,7 @@ def test_a_streamed_run_goes_on_streamed_or_not(settings, caplog, first, then):
 
 
 @pytest.mark.skipif(OLD, reason="FSDP2 needs torch 2.9")
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_rank_reads_and_encodes_its_own_pictures_alone(settings, monkeypatch, stream):
     run_settings = settings("out", stream, parallel=Parallel("fsdp"), validation=Validation())
     plain = settings("plain", stream, validation=Validation())
