@@ -182,7 +182,7 @@ def test_full_training_validates_and_saves_without_peft(settings, monkeypatch):
 @pytest.mark.parametrize("rate", [1e-3, 0.05])
 def test_the_best_state_is_kept_and_published_beside_the_last(settings, checkpoint, name, rate):
     run_settings = settings(steps=12, keep=2, validation=Validation(every=2, share=0.3))
-    phase = replace(run_settings.phase[0], learning_rate=rate)
+    phase = replace(run_settings.phase[0], resolution=128, learning_rate=rate)
     run_settings = replace(run_settings, model=str(CHECKPOINTS[name]), phase=(phase,), cache="")
     lines = []
     file = trainer.train(run_settings, lines.append)
