@@ -24,12 +24,10 @@ from benchmarks.machine import description
 from benchmarks.simulated_gpus import Costs, scaling, simulate
 from benchmarks.simulation import SimulatedWorker, Time, run_of
 from sana_core.batch.pipeline import SamplingSettings, prepare
-from sana_core.batch.plan import Workload, batch_images, split_into_chunks
-from sana_core.batch.progress import WorkerReport
-from sana_core.engine.local import make_job
+from sana_core.batch.plan import WorkerReport, Workload, batch_images, split_into_chunks
+from sana_core.engine.local import ThreadWorker, make_job
 from sana_core.engine.loop import Run
 from sana_core.engine.process import processes
-from sana_core.engine.thread import ThreadWorker
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = ["a red circle on a blue background"]

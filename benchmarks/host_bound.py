@@ -36,9 +36,9 @@ from sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from sana_core.batch.plan import batch_images, split_into_chunks
 from sana_core.engine import process
 from sana_core.engine.body import Job, pack
+from sana_core.engine.local import ThreadWorker
 from sana_core.engine.loop import Run
 from sana_core.engine.process import Processes
-from sana_core.engine.thread import ThreadWorker
 from sana_core.runtime.text import Json
 
 CPU = torch.device("cpu")

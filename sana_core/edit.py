@@ -7,8 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from .batch.pipeline import Request, SamplingSettings, load_decoder, local_devices, resolve_settings
-from .batch.plan import FailedImage, Generated, ImageInputs, Workload, batch_images
-from .batch.progress import no_status
+from .batch.plan import FailedImage, Generated, ImageInputs, Workload, batch_images, no_status
 from .checkpoints import find_part, inspect_checkpoint
 from .checkpoints.checkpoint import Source
 from .checkpoints.generation import record_of

@@ -21,7 +21,7 @@ from thumbnails import QUALITY as CARD_QUALITY
 from thumbnails import draw_card
 
 sys.path.append(str(ROOT))
-from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
+from sana_core.checkpoints.generation import DOWNLOADS  # noqa: E402
 
 GALLERY, PAGE = ROOT / "docs" / "gallery", ROOT / "docs" / "gallery.md"
 SIZE, QUALITY = (1600, 900), 80

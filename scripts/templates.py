@@ -10,7 +10,7 @@ from parts import DC_AE, GEMMA, INSIDE, MODEL_1K, MODEL_2K, MODEL_4K, MODEL_SPRI
 from setup import ROOT
 from workflow import BYPASSED, CONTROL, MUTED, NOTE, Graph, Json, Node
 
-from sana_core.checkpoints.downloads import DOWNLOADS, download_command
+from sana_core.checkpoints.generation import DOWNLOADS, download_command
 
 # The demo model cannot replace the files of these templates.
 DOWNLOADED = {"SANA Sprint", "SANA video from text or image"}

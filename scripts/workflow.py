@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from setup import ROOT
 
 sys.path.append(str(ROOT))
-from sana_core.checkpoints.downloads import DOWNLOADS  # noqa: E402
+from sana_core.checkpoints.generation import DOWNLOADS  # noqa: E402
 
 Json = dict[str, Any]
 NOTE, DYNAMIC = "MarkdownNote", "COMFY_DYNAMICCOMBO_V3"

@@ -27,7 +27,7 @@ def threads_for_processes() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for name in [name for name in sys.modules if name == MODULE or name.endswith(f".{MODULE}")]:
-            make_worker = in_place_of_process(import_module(name.removesuffix("process") + "thread").ThreadWorker)
+            make_worker = in_place_of_process(import_module(name.removesuffix("process") + "local").ThreadWorker)
             borrow = contextlib.contextmanager(
                 lambda self, devices, first=0, make=make_worker: lend(make, devices, first)
             )

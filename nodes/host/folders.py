@@ -15,8 +15,8 @@ import comfyui_version
 import folder_paths
 
 from ...sana_core.checkpoints.detect import original_files
-from ...sana_core.checkpoints.downloads import DOWNLOADS, file_names, where_to_get
 from ...sana_core.checkpoints.files import parse_json, read_bytes
+from ...sana_core.checkpoints.generation import DOWNLOADS, file_names, where_to_get
 from ...sana_core.checkpoints.headers import SUFFIXES
 from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError

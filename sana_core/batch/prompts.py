@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..runtime.checks import check_text
-from ..runtime.file_ranges import read_user_file
+from ..runtime.checks import check_text, read_user_file
 from ..runtime.text import Json, brief, get_logger
 from .plan import LARGEST_SEED
 

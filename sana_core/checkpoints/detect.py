@@ -17,7 +17,16 @@ from ..model.latents import DOWNSCALE
 from ..model.reference import AUTO, DIFFUSERS, NVIDIA, REFERENCES, RULES
 from ..runtime.checks import check_name
 from ..runtime.text import Json, brief, first_few, shown
-from .checkpoint import FP8_FILE, Checkpoint, Source
+from .checkpoint import (
+    CHECKPOINT_KINDS,
+    COMPONENT_FOLDERS,
+    FP8_FILE,
+    TRANSFORMER_KINDS,
+    Checkpoint,
+    Source,
+    check_config,
+    check_tensors,
+)
 from .configs import LONG, VIDEO2, architecture, contradiction, count, named, resolution_config
 from .files import parse_json, read_json, readable
 from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
@@ -31,7 +40,6 @@ from .keys import (
     is_adapter,
     transformer_origins,
 )
-from .kinds import CHECKPOINT_KINDS, COMPONENT_FOLDERS, TRANSFORMER_KINDS, check_config, check_tensors
 from .pickled import EMA
 from .schemas import MOST_CELLS
 

@@ -16,9 +16,8 @@ from ..model.text import instruction_text
 from ..runtime.atomic_files import digest_file, digest_of, read_small
 from ..runtime.text import Json, get_logger
 from . import Checkpoint, inspect_checkpoint
-from .checkpoint import Source
+from .checkpoint import TRANSFORMER_KINDS, Source
 from .generation import shift_of, text_reference
-from .kinds import TRANSFORMER_KINDS
 from .load import build_module
 from .lora import peft_file
 from .tokenizer import load_tokenizer

@@ -20,9 +20,8 @@ import torch
 from ..errors import CheckpointError, MissingFileError
 from ..runtime.checks import RENAME, check_text
 from ..runtime.text import brief, shown
-from .files import REDOWNLOAD, opened, parse_json, read_json
+from .files import REDOWNLOAD, TensorReader, opened, parse_json, read_json
 from .pickled import EMA, list_pickled, read_pickled
-from .tensor_reader import TensorReader
 
 DTYPES = {
     "F64": torch.float64,

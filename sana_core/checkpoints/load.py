@@ -22,13 +22,12 @@ from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
 from ..runtime.libraries import import_failure
 from ..runtime.text import Json, brief, first_few
-from .checkpoint import FP8_FILE, Checkpoint, Source, find_part
+from .checkpoint import CHECKPOINT_KINDS, FP8_FILE, TOKENIZERS, TRANSFORMER_KINDS, Checkpoint, Source, find_part
 from .configs import VIDEO2, count, edit_head_config, resolution_config
 from .detect import follow, inspect_checkpoint
 from .files import FOREIGN, INCOMPLETE
 from .generation import scheduler_of, text_reference
 from .headers import Reader, read_file, read_tensors
-from .kinds import CHECKPOINT_KINDS, TOKENIZERS, TRANSFORMER_KINDS
 from .quantised import dequantised, layer_tensors, quantised_layers
 from .schemas import EDIT_FIELDS, QWEN_TEXT_FIELDS, QWEN_VISION_FIELDS
 from .tokenizer import load_qwen_tokenizer, load_tokenizer

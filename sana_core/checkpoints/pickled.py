@@ -21,8 +21,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..runtime.text import brief, shown
-from .files import REDOWNLOAD, opened
-from .tensor_reader import TensorReader
+from .files import REDOWNLOAD, TensorReader, opened
 
 # Bytes of the pickle, and of the archive's table.
 LARGEST_PICKLE = LARGEST_TABLE = 16_000_000

@@ -135,7 +135,7 @@ class Actor:
         return runner
 
     def call(self, name: str, run: int, task: int, arguments: bytes, *weights: bytes) -> bytes:
-        """Call a method of Body. Returns its events, as in engine/worker.py."""
+        """Call a method of Body. Returns its events, as in engine/schedule.py."""
         self.task, self.count, self.phase, self.events = task, 0, "alive", []
         try:
             if self.runner is None:

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from ..batch.pipeline import Request
-from ..batch.plan import FailedImage, Generated, Workload, stop_if_all_fail
-from ..batch.progress import OnStatus, WorkerReport, no_status
+from ..batch.plan import FailedImage, Generated, OnStatus, WorkerReport, Workload, no_status, stop_if_all_fail
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import fingerprint
 from ..engine.body import Job, pack_texts
 from ..engine.loop import Run
-from ..engine.switches import read_switches
+from ..engine.process import read_switches
 from ..errors import ClusterError, InputError
-from ..runtime.cancellation import no_poll
+from ..runtime.cancellation import LIMITS, no_poll
 from ..runtime.folder_lock import Hold
-from ..runtime.limits import LIMITS
 from ..runtime.text import Json
 from .connection import ClusterSettings
 from .fleet import ActorError, Fleet

@@ -15,9 +15,9 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from ..batch.progress import counted
+from ..batch.plan import counted
 from ..errors import ClusterError
-from ..runtime.limits import WatchClock
+from ..runtime.cancellation import WatchClock
 from ..runtime.text import Json, brief, get_logger
 from .connection import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
 from .session import ClusterRun

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ..batch.progress import OnStatus, no_status
+from ..batch.plan import OnStatus, no_status
 from ..engine.body import pack
 from ..errors import ClusterError, SanaError
-from ..runtime.cancellation import Poll, no_poll
-from ..runtime.limits import WatchClock
+from ..runtime.cancellation import Poll, WatchClock, no_poll
 from ..runtime.text import Json, brief, get_logger
 from .connection import (
     ACTOR_IDLE_TIMEOUT,

@@ -16,13 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ..batch.best import Best, find_best, generate_picks, place_scorer, without_finished
-from ..batch.folder import OutputFolder, read_manifest
+from ..batch.folder import OutputFolder, Writers, default_threads, read_manifest
 from ..batch.pipeline import Request, prepare
-from ..batch.plan import FailedImage, ImageSpec, Workload, batch_images, failed_images
+from ..batch.plan import FailedImage, ImageSpec, Progress, WorkerReport, Workload, batch_images, failed_images
 from ..batch.png import describe_settings, encode_png, file_name
-from ..batch.progress import Progress, WorkerReport
 from ..batch.prompts import read_prompts
-from ..batch.writers import Writers, default_threads
 from ..checkpoints.fingerprint import LARGE
 from ..cluster.connection import ClusterSettings
 from ..errors import InputError, OutputError, SanaError

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
-from ..batch.pipeline import local_devices
+import torch
+
+from ..batch.pipeline import SamplingSettings, local_devices
 from ..batch.plan import ImageSpec, batch_images
 from ..batch.png import ENTRY, file_name
-from ..checkpoints import find_part, inspect_checkpoint
+from ..checkpoints import Checkpoint, find_part, inspect_checkpoint
+from ..checkpoints.load import config_of
+from ..edit import edit_images
 from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
-from ..model.known_models import VIDEOS
+from ..model.known_models import VIDEOS, edits_images
 from ..runtime.atomic_files import check_free, make_folder, output_file
+from ..runtime.checks import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import Json, get_logger, write_lines
+from ..training.images import decode_image
 from ..video.generate import check_writer, generate_video, read_first, write_video
 from ..video.latents import video_shape
-from .edit import edited, is_edit
 from .options import (
     add_sampling_options,
     choose_dtype,
@@ -30,6 +36,45 @@ from .options import (
 )
 
 logger = get_logger(__name__)
+
+# Options that VIBE does not have.
+OTHERS = ("best", "of", "scorer", "cluster", "chunk", "negative_prompt")
+
+
+def is_edit(arguments: argparse.Namespace, checkpoint: Checkpoint) -> bool:
+    """Whether VIBE generates: it is the model, or its options are set. Raises InputError for options that it lacks."""
+    part = checkpoint.transformer
+    is_vibe = part is not None and edits_images(config_of(part))
+    if not is_vibe and arguments.edit is arguments.image_guidance is None:
+        return False
+    wrong = [name for name in OTHERS if getattr(arguments, name) is not None]
+    wrong += [name for name in ("width", "height") if arguments.edit is not None and getattr(arguments, name)]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]}: got it for VIBE, expected this machine, no negative prompt and the image's size; leave it out"
+        )
+    if arguments.edit is None and arguments.image_guidance is not None:
+        raise InputError("image_guidance: got it without an image, expected --edit; add it, or leave it out")
+    return True
+
+
+def edited(
+    arguments: argparse.Namespace,
+    checkpoint: Checkpoint,
+    settings: SamplingSettings,
+    devices: Sequence[torch.device] | None,
+) -> torch.Tensor:
+    """Return the images of `edit_images` for the options of the command."""
+    import numpy as np
+
+    pixels = None
+    if arguments.edit is not None:
+        name = f"edit: {str(arguments.edit):.240}"
+        image = decode_image(read_range(FileRange(arguments.edit), name), name)
+        pixels = torch.from_numpy(np.array(image)).movedim(-1, 0)
+    sampling = settings, arguments.image_guidance, devices, arguments.split
+    return edit_images(arguments.prompts, checkpoint, pixels, arguments.seed, arguments.count, *sampling)
+
 
 EXAMPLE = """example:
   python -m sana_core generate "a watercolour of a red lighthouse on the sea at dusk" \\

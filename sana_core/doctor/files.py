@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import Checkpoint, inspect_checkpoint
+from ..checkpoints.checkpoint import TRANSFORMER_KINDS
 from ..checkpoints.fingerprint import files_of
 from ..checkpoints.headers import PICKLED, SUFFIXES
-from ..checkpoints.kinds import TRANSFORMER_KINDS
 from ..checkpoints.lora import unwrapped_layer, whole_adapters, without_values, written_names
 from ..errors import CheckpointError, SanaError
 from ..model.known_models import DEMO_MODEL

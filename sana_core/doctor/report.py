@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkpoints.kinds import COMPONENT_FOLDERS
+from ..checkpoints.checkpoint import COMPONENT_FOLDERS
 from ..errors import first_line
 from ..model.known_models import DEMO_MODEL
 from ..runtime.cancellation import Poll, no_poll

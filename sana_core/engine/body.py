@@ -43,7 +43,7 @@ from ..runtime.folder_lock import OWN, check_run
 from ..runtime.text import Json, get_logger
 from ..sampling.guidance import EditImage
 from ..sampling.samplers import InitImage
-from .switches import set_switches
+from .process import set_switches
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel
@@ -159,7 +159,7 @@ class Job(NamedTuple):
     prompts: int = LARGEST_CHUNK
     # Whether the user has chosen how many images are generated at once.
     fixed_chunk: bool = False
-    # torch's switches of the process that started the run, see switches.py.
+    # torch's switches of the process that started the run, see read_switches.
     switches: Mapping[str, Any] = {}
 
     def pack(self) -> Json:
@@ -426,7 +426,7 @@ class EncoderError(CheckpointError):
 
 
 def describe_failure(error: BaseException) -> tuple[str, str, str]:
-    """Return the kind of a failure, its text, and the name of its class. worker.py lists the kinds."""
+    """Return the kind of a failure, its text, and the name of its class. schedule.py lists the kinds."""
     if is_out_of_memory(error):
         kind = "memory"
     elif is_driver_error(error):

@@ -32,8 +32,8 @@ class TaskRunner:
     """Does the tasks of a worker, and posts what comes of them. The same in a thread, a process and an actor.
 
     `make_body(post, poll)` is called with the first task, and returns the object that works, see body.py. `post`
-    receives the events, see worker.py. `is_cancelled(run)` is called by each poll. `describe(error)` returns the values
-    of the event `failed`, and may free the memory that the error refers to.
+    receives the events, see schedule.py. `is_cancelled(run)` is called by each poll. `describe(error)` returns the
+    values of the event `failed`, and may free the memory that the error refers to.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The loop of a batch: which worker does what next, and what happens when a worker fails.
 
-Each rule is one method of `Run`. schedule.py has the work that no worker has. worker.py lists the events of workers,
-which are the only way back.
+Each rule is one method of `Run`. schedule.py has the work that no worker has, and lists the events of workers, which
+are the only way back.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 
 from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
-from ..runtime.cancellation import Poll, no_poll
-from ..runtime.limits import LIMITS, Limits, WatchClock
+from ..runtime.cancellation import LIMITS, Limits, Poll, WatchClock, no_poll
 from ..runtime.text import Json, get_logger
-from .schedule import Schedule
-from .worker import Seat, Task, rebuild
+from .schedule import Schedule, Seat, Task, rebuild
 
 logger = get_logger(__name__)
 

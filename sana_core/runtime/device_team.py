@@ -31,8 +31,7 @@ from .accelerator import (
     release_memory_of,
     synchronize,
 )
-from .cancellation import Poll, no_poll
-from .limits import LIMITS, WatchClock
+from .cancellation import LIMITS, Poll, WatchClock, no_poll
 
 CPU = torch.device("cpu")
 # Seconds between two polls.

@@ -29,8 +29,7 @@ from ..checkpoints.files import readable
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.atomic_files import reason_of
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import check_text
-from ..runtime.file_ranges import FileRange, opened_range, read_range
+from ..runtime.checks import FileRange, check_text, opened_range, read_range
 from ..runtime.text import Json, brief, get_logger
 from .images import MIDDLE, OTHER_ENDINGS, Bucket, Crop, SizeOf, decode_image, image_endings, upright_size
 

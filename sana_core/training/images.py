@@ -17,8 +17,7 @@ import torch
 from ..errors import InputError, ReadError, SanaError
 from ..model.known_models import SHAPES
 from ..model.latents import DOWNSCALE
-from ..runtime.checks import check_whole
-from ..runtime.file_ranges import FileRange, opened_range
+from ..runtime.checks import FileRange, check_whole, opened_range
 from ..runtime.text import brief
 
 if TYPE_CHECKING:

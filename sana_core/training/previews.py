@@ -22,7 +22,7 @@ from ..model.controlnet import Control
 from ..model.known_models import model_defaults
 from ..runtime.atomic_files import digest_of, reason_of, write_whole
 from ..runtime.cancellation import Poll
-from ..runtime.file_ranges import FileRange, read_range
+from ..runtime.checks import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import get_logger
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded

@@ -20,7 +20,7 @@ import numpy as np
 from ..checkpoints.fingerprint import digest_json
 from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
-from ..runtime.file_ranges import FileRange
+from ..runtime.checks import FileRange
 from ..runtime.libraries import without_collection
 from ..runtime.text import get_logger
 from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache

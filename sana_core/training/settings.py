@@ -20,8 +20,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 from ..checkpoints.keys import ROWS
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
-from ..runtime.checks import RENAME, check_number, check_text
-from ..runtime.file_ranges import read_user_file
+from ..runtime.checks import RENAME, check_number, check_text, read_user_file
 from ..runtime.text import Json
 from ..sampling.guidance import LARGEST_GUIDANCE
 from ..sampling.schedules import LARGEST_STEPS

@@ -34,7 +34,7 @@ from ..model.reference import reference_of
 from ..runtime.accelerator import chosen_device, empty_cache, is_out_of_memory
 from ..runtime.atomic_files import digest_of, make_folder
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.file_ranges import FileRange, read_range
+from ..runtime.checks import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json, get_logger
 from . import optimizers, schedule, states, trained_model

@@ -15,7 +15,7 @@ from templates import DOWNLOADED, SHOWING, showing, templates
 
 from sana_core.batch.pipeline import SamplingSettings
 from sana_core.batch.png import encode_png
-from sana_core.checkpoints import downloads as released
+from sana_core.checkpoints.generation import DOWNLOADS
 from sana_core.checkpoints.headers import SUFFIXES
 
 TEMPLATES = sorted(ROOT.glob("workflows/*.json"))
@@ -151,7 +151,7 @@ def test_a_template_is_readable_and_runs(page, path):
     assert not page.evaluate(COVERED, SHOWING)
     # Only loaders of missing files are red. The canvas does not check names of folders.
     red = page.evaluate("() => app.graph.nodes.filter(node => node.has_errors).map(node => String(node.id))")
-    files = {name for name in released.DOWNLOADS if name.endswith(SUFFIXES)}
+    files = {name for name in DOWNLOADS if name.endswith(SUFFIXES)}
     loaders = [node for node in workflow["nodes"] if files & set(map(str, node["widgets_values"]))]
     assert sorted(red) == sorted(str(node["id"]) for node in loaders)
     if path.stem not in DOWNLOADED:

@@ -12,14 +12,13 @@ import torch
 from ray.exceptions import ActorDiedError, RayError
 
 from sana_core.batch.pipeline import SamplingSettings
-from sana_core.batch.plan import Workload, batch_images
-from sana_core.batch.progress import WorkerReport
+from sana_core.batch.plan import WorkerReport, Workload, batch_images
 from sana_core.cluster import actor, fleet
 from sana_core.cluster.batch import generate_with
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import ActorCache, ClusterRun
 from sana_core.engine.body import Job
-from sana_core.runtime import limits
+from sana_core.runtime import cancellation
 
 # ids of machines
 A, B, C, D = (letter * 56 for letter in "abcd")
@@ -121,7 +120,7 @@ class FakeRay:
     def install(self, monkeypatch):
         """Use this cluster, and its time, in the fleet."""
         virtual = SimpleNamespace(monotonic=lambda: self.now, sleep=self.advance)
-        monkeypatch.setattr(limits, "time", virtual)
+        monkeypatch.setattr(cancellation, "time", virtual)
         monkeypatch.setattr(fleet, "time", virtual)
         monkeypatch.setattr(actor, "describe_code", lambda folder: CODE)
         monkeypatch.setattr(actor, "actor_class", lambda: SimpleNamespace(options=self.options))

@@ -13,8 +13,7 @@ from machines import actors, add_node
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, prepare
-from sana_core.batch.plan import Workload, batch_images
-from sana_core.batch.progress import WorkerReport
+from sana_core.batch.plan import WorkerReport, Workload, batch_images
 from sana_core.cluster.batch import generate_on_cluster
 from sana_core.cluster.connection import ACTOR_IDLE_TIMEOUT, HEALTH_CHECK_INTERVAL, ClusterSettings
 

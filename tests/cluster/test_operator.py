@@ -4,8 +4,7 @@ import pytest
 from machines import actors, add_node, wait_for_no_actors
 
 from sana_core.batch.pipeline import SamplingSettings, prepare
-from sana_core.batch.plan import Workload, batch_images
-from sana_core.batch.progress import WorkerReport
+from sana_core.batch.plan import WorkerReport, Workload, batch_images
 from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import Session

@@ -20,9 +20,8 @@ import sana_core
 from sana_core import inspect_checkpoint
 from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings, encode_texts, load_encoder, prepare, resolve_settings
-from sana_core.batch.plan import FailedImage, Workload, batch_images
+from sana_core.batch.plan import FailedImage, WorkerReport, Workload, batch_images, no_status
 from sana_core.batch.png import describe_settings
-from sana_core.batch.progress import WorkerReport, no_status
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.cluster.batch import generate_on_cluster, generate_with, make_job
 from sana_core.cluster.connection import ACTOR_TIMEOUT, ClusterSettings

@@ -15,7 +15,7 @@ from small import LOADERS
 
 import sana_core
 from sana_core.batch.png import encode_png, is_damaged, read_entry
-from sana_core.checkpoints.convert import convert_checkpoint
+from sana_core.commands.convert import convert_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("field", SamplingSettings._fields)
 def test_the_graph_contains_or_names_every_setting(host, checkpoint, loras, field):
-    assert field in OTHER_VALUES, f"{field}: put it into the graph of sana_core/batch/graph.py, and a value here"
+    assert field in OTHER_VALUES, f"{field}: put it into the graph of sana_core/batch/png.py, and a value here"
     # The blocks need a scale.
     needed = {"pag_scale": 1.0, "pag_blocks": "2"} if field == "pag_blocks" else {}
     settings = SamplingSettings(128, 128, steps=3, **needed)

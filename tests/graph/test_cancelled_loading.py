@@ -88,7 +88,7 @@ def test_a_batch_cancelled_while_the_vae_loads_for_a_control_image(host, files, 
 def test_a_batch_ends_after_a_load_that_outlasts_the_run(host, monkeypatch, interrupt_move):
     import comfy.model_management as management
 
-    thread = pack("sana_core.engine.thread")
+    thread = pack("sana_core.engine.local")
     with host_cards(host, 1):
         free = management.free_memory
         monkeypatch.setattr(management, "free_memory", lambda _, *args, **options: free(10**18, *args, **options))

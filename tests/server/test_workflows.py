@@ -8,7 +8,7 @@ from host import get
 from parts import VIDEO_2
 from setup import ROOT
 
-from sana_core.checkpoints.downloads import DOWNLOADS
+from sana_core.checkpoints.generation import DOWNLOADS
 
 WORKFLOWS = sorted(ROOT.glob("workflows/*.json"))
 BLUEPRINTS = sorted(ROOT.glob("subgraphs/*.json"))

@@ -10,10 +10,10 @@ from fake_accelerator import FIRST, SECOND, Counter, fake_accelerators
 from setup import ROOT
 
 from benchmarks import accelerator_counts as counts
+from sana_core.advice import work_of
 from sana_core.decode.plan import Planner
 from sana_core.decode.stages import decoder_stages
 from sana_core.model.known_models import VARIANTS
-from sana_core.seconds import work_of
 
 pytest.importorskip("triton")
 # Older versions need a driver for fake tensors on cuda.

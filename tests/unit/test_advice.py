@@ -10,11 +10,11 @@ from setup import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from sana_core import advice
-from sana_core.checkpoints.downloads import DOWNLOADS
+from sana_core.advice import H100, REACHED, RTX_4090, position_flops, work_of
+from sana_core.checkpoints.generation import DOWNLOADS
 from sana_core.errors import InputError
 from sana_core.memory import CONTEXT, quantised_parameters, transformer_parameters
 from sana_core.model.known_models import DECODERS, GPU_SIZES, VARIANTS
-from sana_core.seconds import H100, REACHED, RTX_4090, position_flops, work_of
 
 
 @pytest.mark.parametrize(

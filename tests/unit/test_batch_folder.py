@@ -22,7 +22,7 @@ from setup import ROOT
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.batch.folder import OutputFolder
+from sana_core.batch.folder import OutputFolder, Writers
 from sana_core.batch.plan import (
     FAILURES_AT_START,
     FailedImage,
@@ -32,7 +32,6 @@ from sana_core.batch.plan import (
     stop_if_all_fail,
 )
 from sana_core.batch.png import encode_png, write_image
-from sana_core.batch.writers import Writers
 from sana_core.checkpoints.fingerprint import fingerprint
 from sana_core.engine import body
 from sana_core.runtime import atomic_files as whole_files

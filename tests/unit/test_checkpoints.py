@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import Gemma2Model
 
 import sana_core
-from sana_core.checkpoints import tensor_reader
+from sana_core.checkpoints import files
 from sana_core.checkpoints.headers import read_file
 from sana_core.checkpoints.load import fill_module
 
@@ -329,7 +329,7 @@ def test_a_library_that_cannot_be_imported_is_not_the_file_s_fault(checkpoint, m
 
 def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(tmp_path, monkeypatch):
     """Gemma 2 in float32 takes 10.5 GB, and 5.2 GB in bfloat16."""
-    monkeypatch.setattr(tensor_reader, "PART", 2**18)
+    monkeypatch.setattr(files, "PART", 2**18)
     weights = {f"{index}": torch.randn(256, 1024).bfloat16().float() for index in range(20)}
     file = layouts.save(weights, tmp_path / "model.safetensors")
     with LiveBytes() as memory:
@@ -349,7 +349,7 @@ def test_a_file_and_its_converted_tensors_are_never_in_memory_at_the_same_time(t
 @pytest.mark.parametrize("options", [{"half": True}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
 def test_a_file_that_changes_dtype_or_device_is_read_in_parts(tmp_path, monkeypatch, suffix, options):
     """Otherwise the whole file and its half are in memory at the same time."""
-    monkeypatch.setattr(tensor_reader, "PART", 2**18)
+    monkeypatch.setattr(files, "PART", 2**18)
     weights = {f"{index}": torch.randn(256, 1024).bfloat16().float() for index in range(20)}
     file = tmp_path / f"model.{suffix}"
     layouts.save(weights, file) if suffix == "safetensors" else torch.save({"state_dict": weights}, file)
@@ -367,7 +367,7 @@ def test_a_file_that_changes_dtype_or_device_is_read_in_parts(tmp_path, monkeypa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_a_file_read_in_parts_has_the_numbers_of_a_conversion(tmp_path, monkeypatch, dtype, device):
-    monkeypatch.setattr(tensor_reader, "PART", 64)
+    monkeypatch.setattr(files, "PART", 64)
     stored = {str(kind): torch.randn(7, 11).to(kind) for kind in (torch.float64, torch.float32, torch.float16)}
     stored |= {str(kind): torch.arange(77).reshape(7, 11).to(kind) for kind in (torch.int8, torch.float8_e4m3fn)}
     stored |= {"number": torch.tensor(3.5), "none": torch.zeros(0, 3)}

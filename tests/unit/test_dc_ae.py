@@ -7,7 +7,7 @@ import torch
 from decoders import lite, noise, relative
 
 import sana_core
-import sana_core.checkpoints.convert
+import sana_core.commands.convert
 from sana_core.checkpoints.load import build_module
 
 # latents: few positions and many for the attention at 1/32, at 1/16 and at 1/8, none of them square
@@ -90,9 +90,7 @@ def test_lite_in_the_library_s_layout_loads_exactly_and_is_not_taken_for_the_lar
     if layout != "folder":
         path = layouts.save(model.state_dict(), tmp_path / "lite.safetensors")
     if layout == "converted":
-        sana_core.checkpoints.convert.convert_checkpoint(
-            written(narrow(LITE)[1], tmp_path), tmp_path / "own.safetensors"
-        )
+        sana_core.commands.convert.convert_checkpoint(written(narrow(LITE)[1], tmp_path), tmp_path / "own.safetensors")
         path, model = tmp_path / "own.safetensors", sana_core.load_autoencoder(tmp_path / "model.safetensors")
     info = sana_core.inspect_checkpoint(path)
     assert (info.kind, info.variant, info.layout) == ("autoencoder", LITE, "diffusers")

@@ -10,7 +10,7 @@ from stub_runs import CPU, Work, scaled, stub_workers
 
 from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import Workload, batch_images
-from sana_core.engine import thread
+from sana_core.engine import local
 from sana_core.engine.local import generate_local
 
 # 9 s while a worker loads, 3 s in its first chunk. Workers load one after another, until one is silent for 0.3 s.
@@ -131,7 +131,7 @@ def check(images, expected):
 def test_a_gpu_that_hangs_does_not_block_the_empty_cache_of_another_process(checkpoint, healthy, monkeypatch, share):
     """The other GPU empties its cache when its memory runs out. In one process, that would wait for the hanging GPU."""
     # A process is not waited for.
-    monkeypatch.setattr(thread, "LIMITS", LIMITS._replace(ending=0.1))
+    monkeypatch.setattr(local, "LIMITS", LIMITS._replace(ending=0.1))
     expected, calls = healthy
     with pretend_cards(2) as cards:
         cards.fail(SECOND, HANG, int(share * calls))

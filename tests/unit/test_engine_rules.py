@@ -17,11 +17,10 @@ from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import ImageSpec, Workload, batch_images, split_into_chunks
 from sana_core.engine import body, loop, process
 from sana_core.engine.body import Body, pack
-from sana_core.engine.local import make_job
+from sana_core.engine.local import ThreadWorker, make_job
 from sana_core.engine.loop import Run
-from sana_core.engine.thread import ThreadWorker
 from sana_core.errors import ClusterError
-from sana_core.runtime.limits import WatchClock
+from sana_core.runtime.cancellation import WatchClock
 
 TEXTS = {"a": "text", None: "negative"}
 

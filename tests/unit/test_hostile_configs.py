@@ -14,8 +14,8 @@ from transformers import Gemma2Config
 
 import sana_core
 from sana_core.checkpoints import headers, schemas
+from sana_core.checkpoints.checkpoint import CHECKPOINT_KINDS
 from sana_core.checkpoints.generation import shift_of
-from sana_core.checkpoints.kinds import CHECKPOINT_KINDS
 
 # older transformers leave layer types unread
 NEWER = pytest.mark.skipif(not hasattr(Gemma2Config(), "layer_types"), reason="has no layer types")

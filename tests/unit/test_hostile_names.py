@@ -24,8 +24,8 @@ from verdicts import check_line
 import sana_core
 from sana_core import SanaError
 from sana_core.batch.prompts import read_prompts
-from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.lora import merge_loras, read_whole
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.training.dataset import read_dataset
 from sana_core.training.settings import read_settings
 from sana_core.video.generate import read_first

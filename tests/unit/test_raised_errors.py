@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sana_core.batch.plan import ImageSpec
+from sana_core.engine.local import ThreadWorker
 from sana_core.engine.loop import Run
-from sana_core.engine.thread import ThreadWorker
 from sana_core.split.generate import Split
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from video_models import transformer
 
 import sana_core
-from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.generation import checkpoint_notes, record_of, scheduler_of, shift_of
 from sana_core.checkpoints.load import config_of
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.errors import InputError
 from sana_core.model import known_models
 from sana_core.model.known_models import IMAGES, VIDEO_5B, VIDEOS, Defaults

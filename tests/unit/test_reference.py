@@ -241,7 +241,7 @@ def test_control_latents_of_another_size_are_named(files, inputs, tmp_path):
 
 
 def test_a_converted_file_keeps_its_reference(files, inputs, tmp_path):
-    from sana_core.checkpoints.convert import convert_checkpoint
+    from sana_core.commands.convert import convert_checkpoint
 
     for kind in ("1.5", "controlnet 0.6B"):
         _, path = files(kind)

@@ -14,7 +14,7 @@ import pytest
 from accelerate import init_empty_weights
 
 import sana_core
-from sana_core.checkpoints.kinds import CHECKPOINT_KINDS
+from sana_core.checkpoints.checkpoint import CHECKPOINT_KINDS
 
 WIDTH, HIDDEN = 2240, 6720
 

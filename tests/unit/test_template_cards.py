@@ -9,7 +9,7 @@ from PIL import Image
 from setup import ROOT
 from workflow import BYPASSED, MUTED
 
-from sana_core.checkpoints.downloads import DOWNLOADS
+from sana_core.checkpoints.generation import DOWNLOADS
 
 WORKFLOWS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("workflows/*.json")}
 SAMPLERS = {"SanaNodesSampler", "SanaNodesSprint", "SanaNodesBatchSampler"}

@@ -10,7 +10,7 @@ from pictures import write_pictures
 from safetensors.torch import load_file
 from trained import difference, lines_of, newest
 
-from sana_core.checkpoints.convert import convert_checkpoint
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.training import sharding, trainer
 from sana_core.training.settings import Method, Optimizer, Parallel, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import find_states, read_log

@@ -17,8 +17,8 @@ from PIL import Image
 import sana_core
 from sana_core.__main__ import main
 from sana_core.batch.pipeline import SamplingSettings
-from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.load import find_part, load_instruction_reader, load_part
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.model.instruction import encode_instruction, image_patches
 from sana_core.model.known_models import edit_size
 

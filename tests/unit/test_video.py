@@ -21,9 +21,9 @@ from video_models import MODELS, scheduler, transformer
 
 import sana_core
 from sana_core.checkpoints import find_part
-from sana_core.checkpoints.convert import convert_checkpoint
+from sana_core.checkpoints.checkpoint import TRANSFORMER_KINDS
 from sana_core.checkpoints.generation import shift_of, text_reference
-from sana_core.checkpoints.kinds import TRANSFORMER_KINDS
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.model.known_models import VIDEO_480, model_defaults
 from sana_core.model.reference import DIFFUSERS, DIFFUSERS_VIDEO, NVIDIA, RULES
 from sana_core.model.text import instruction_text

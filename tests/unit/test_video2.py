@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sana_core
 from sana_core.__main__ import main
-from sana_core.checkpoints.convert import convert_checkpoint
 from sana_core.checkpoints.generation import shift_of, text_reference
 from sana_core.checkpoints.load import config_of
+from sana_core.commands.convert import convert_checkpoint
 from sana_core.errors import InputError
 from sana_core.model.known_models import VIDEOS, Defaults, model_defaults
 from sana_core.model.latents import noise_stream

@@ -16,8 +16,7 @@ import comfy.model_management
 import torch
 from server import PromptServer
 
-from ....sana_core.batch.plan import FailedImage, Generated, ImageSpec, Workload
-from ....sana_core.batch.progress import Progress, WorkerReport
+from ....sana_core.batch.plan import FailedImage, Generated, ImageSpec, Progress, WorkerReport, Workload
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.checkpoints.fingerprint import fingerprint
 from ....sana_core.cluster.batch import generate_with

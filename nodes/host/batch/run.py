@@ -16,13 +16,13 @@ from PIL import Image
 
 from ....sana_core.batch.plan import ImageSpec, Workload, samples_one_by_one
 from ....sana_core.engine.body import pack_texts
+from ....sana_core.engine.local import ThreadWorker
 from ....sana_core.engine.loop import Run
 from ....sana_core.engine.process import kill_left_out, processes
-from ....sana_core.engine.thread import ThreadWorker
 from ....sana_core.errors import SanaError
 from ....sana_core.model.known_models import SPRINT
 from ....sana_core.model.latents import DOWNSCALE
-from ....sana_core.runtime.limits import LIMITS
+from ....sana_core.runtime.cancellation import LIMITS
 from ....sana_core.runtime.text import Json
 from ..bars import BLUE, Bar, draw_bars
 from ..compat.patches import unshared

@@ -10,10 +10,9 @@ import comfy.supported_models_base
 import torch
 
 from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
-from ....sana_core.checkpoints.checkpoint import Source
+from ....sana_core.checkpoints.checkpoint import TRANSFORMER_KINDS, Source
 from ....sana_core.checkpoints.configs import VIDEO2, hidden_width
 from ....sana_core.checkpoints.generation import record_of, shift_of
-from ....sana_core.checkpoints.kinds import TRANSFORMER_KINDS
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
 from ..compat.internals import add_lora_names, remember_loader

@@ -15,10 +15,9 @@ import comfy.quant_ops
 import comfy.utils
 import torch
 
-from ....sana_core.checkpoints.checkpoint import FP8_FILE
+from ....sana_core.checkpoints.checkpoint import CHECKPOINT_KINDS, FP8_FILE
 from ....sana_core.checkpoints.detect import SAVED_CONFIG
 from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
-from ....sana_core.checkpoints.kinds import CHECKPOINT_KINDS
 from ....sana_core.checkpoints.load import build_module, check_names, component_tensors, fill_module
 from ....sana_core.checkpoints.quantised import dequantised, layer_tensors, quantised_layers
 from ....sana_core.runtime.cancellation import Polled
