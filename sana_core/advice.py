@@ -48,8 +48,6 @@ REACHED = 0.74
 
 
 class GpuSpeed(NamedTuple):
-    """Speed of one device."""
-
     # TFLOP/s of a matrix product.
     tflops: float
     # Bytes per second that the kernels between the products move.
@@ -95,7 +93,6 @@ class Work(NamedTuple):
         return self.product_bytes + self.other_bytes
 
     def seconds(self, gpu: GpuSpeed) -> float:
-        """Return the time of the step."""
         products = max(self.operations / (gpu.tflops * 1e12), self.product_bytes / gpu.bandwidth)
         return max(self.launches * gpu.launch, products + self.other_bytes / gpu.bandwidth)
 
@@ -229,12 +226,10 @@ class Gpu(NamedTuple):
 
 
 def sold_gpu(gigabytes: int) -> Gpu:
-    """Return a GPU that is sold with that memory."""
     return Gpu(f"A GPU of {gigabytes} GB", gigabytes * 2**30)
 
 
 def this_gpu() -> Gpu:
-    """Return the GPU of this computer, or a usual GPU if it has none."""
     device = current_accelerator()
     if device is None:
         return usual_gpu()
@@ -242,20 +237,16 @@ def this_gpu() -> Gpu:
 
 
 def gpu_of(memory: int, bf16: bool) -> Gpu:
-    """Return this computer's GPU, which has `memory` bytes."""
     gigabytes = round(memory / 2**30)
     gpu = Gpu(f"This GPU ({gigabytes} GB)", memory)
     return gpu if bf16 else gpu._replace(dtype="float32", reason=" (it has no bf16)")
 
 
 def usual_gpu() -> Gpu:
-    """Return the GPU that a plan is for on a computer without a GPU."""
     return sold_gpu(USUAL_GPU)._replace(name=f"No GPU here; with one of {USUAL_GPU} GB")
 
 
 class Fit(NamedTuple):
-    """How images fit a GPU."""
-
     variant: str
     plan: ImagePlan
     # Setting that it needs, "" if it needs none. None: it does not fit.
@@ -329,7 +320,6 @@ def remedy(fitting: Fit, name: str) -> str:
 
 
 def needed_gpu(variant: str, width: int, height: int, batch: int = 1, vae: str = "dc-ae-f32c32") -> str:
-    """Return the smallest GPU that an image fits, with the setting that it needs."""
     for gigabytes in GPU_SIZES:
         setting = fit(sold_gpu(gigabytes), variant, width, height, batch, vae).setting
         if setting is not None:
@@ -358,7 +348,6 @@ def image_seconds(gpu: ExampleGpu, variant: str, width: int, height: int) -> lis
 
 
 def decode_work(width: int, height: int) -> Work:
-    """Return the work of decoding an image with DC-AE f32c32 in strips."""
     pixels = width * height
     launches = DECODE_LAUNCHES + int((ROW_LAUNCHES if width < WIDE else WIDE_ROW_LAUNCHES) * height)
     return Work(launches, DECODE_FLOPS * pixels, DECODE_PRODUCT_BYTES * pixels, DECODE_OTHER_BYTES * pixels)
@@ -370,7 +359,6 @@ def as_seconds(seconds: list[float]) -> str:
 
 
 def needed_bytes(model: Released) -> int:
-    """Return the bytes of the largest stage and the driver."""
     return plan_memory(model.variant, model.pixels, model.pixels)["smallest"] + CONTEXT
 
 

@@ -169,7 +169,6 @@ def generate_best(
 
 
 def find_settings(options: Json) -> SamplingSettings:
-    """Return the fields of SamplingSettings among `options`."""
     for name in options:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, 1, 0.0)[0]
@@ -178,14 +177,12 @@ def find_settings(options: Json) -> SamplingSettings:
 
 
 def find_best_of(options: Json, count: int) -> Best | None:
-    """Return the options of best of N, or None without them."""
     if options.get("best") is not None:
         refuse_inputs(options, "best")
     return find_best(options.get("best"), options.get("of"), options.get("scorer"), count)
 
 
 def refuse_inputs(options: Json, other: str) -> None:
-    """Raise InputError for inputs that an image cannot have beside `other`."""
     for name in INPUTS:
         if options.get(name) is not None:
             raise InputError(f"{name}: got it with {other}, expected images of prompts; leave one of them out")
@@ -200,7 +197,6 @@ def make_request(
     devices: Sequence[str | torch.device] | None,
     options: Json,
 ) -> Request:
-    """Return the checked request."""
     texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts or ()
     embeds = Embeds(*map(options.get, Embeds._fields))
     if embeds.prompt_embeds is not None:
@@ -250,7 +246,6 @@ def collect(backend: Backend, request: Request) -> torch.Tensor:
 
 
 def pick_images(backend: Backend, request: Request, best: Best) -> list[Pick]:
-    """Return the best images of each prompt, prompt after prompt."""
     # Load the scorer before the batch takes the memory.
     scorer = place_scorer(best, request)
     picks: list[Pick] = []

@@ -40,15 +40,11 @@ from .runtime.checks import check_name, check_whole
 
 
 class StagePlan(TypedDict):
-    """Bytes of a stage."""
-
     weights: int
     activations: int
 
 
 class DecodePlan(StagePlan):
-    """Bytes of the decode."""
-
     # Activations of each method. None: the method cannot decode this size.
     methods: Mapping[str, int | None]
 
@@ -137,7 +133,6 @@ def count(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def transformer_parameters(model: Architecture) -> int:
-    """Return the number of parameters of a SANA transformer."""
     width, hidden = model.width, 5 * model.width // 2
     # A linear layer from the width to the width, with bias.
     square = width**2 + width
@@ -168,7 +163,6 @@ def quantised_bytes(model: Architecture, dtype: str) -> int:
 
 
 def stages_of(decoder: Decoder) -> Stages:
-    """Return the stages of a released decoder."""
     return Stages(decoder.widths, decoder.layers, decoder.local, decoder.scales, decoder.shuffles)
 
 

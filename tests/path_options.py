@@ -97,8 +97,8 @@ PLACES = {
     "phase.data": Row("train SETTINGS", reads="images"),
     "phase.regularisation": Row("train SETTINGS", reads="images"),
 }
-# A plan reads only the models.
-READ_BY_PLAN = ("model", "text_encoder", "autoencoder", "method.start")
+# A plan reads only the models, the text encoder and the autoencoder as the model.
+READ_BY_PLAN = ("model", "method.start")
 # Lines that a command writes while it works, and lines of the log beside an error.
 PROGRESS = re.compile(
     r"\s*|checking .*|estimating .*|.*\d+ of \d+.*|step \d.*|dataset: left out .*|.* left out.*|.*is not an image.*"

@@ -59,7 +59,6 @@ def weight_bytes(
 
 
 def has_room_for_encoder(checkpoint: Checkpoint, settings: ResolvedSettings, device: torch.device) -> bool:
-    """Whether the text encoder fits into the free memory of `device`."""
     needed = weight_bytes(checkpoint, getattr(torch, settings.dtype), ["text_encoder"])
     return needed <= SHARE * free_bytes(device)
 

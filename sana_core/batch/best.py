@@ -155,7 +155,6 @@ def load_scorer(folder: str | Path, device: str | torch.device = "cpu", dtype: t
 
 
 def known_fields(name: str, content: object, fields: Mapping[str, Check]) -> Json:
-    """Return the `fields` of `content`, a JSON object of the file `name`."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{name} is {brief(content)}, expected an object; {REDOWNLOAD}")
     refuse_code(name, content)
@@ -176,7 +175,6 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def read_weights(folder: Path) -> Weights:
-    """Return the headers of the folder's weights, one file or shards of this folder."""
     with readable(folder):
         if folder.is_file():
             raise CheckpointError(f"{folder.name}: got one file, expected a folder with config.json; {SUITABLE}")
@@ -245,7 +243,6 @@ def find_best(keep: int | None, of: int | None, scorer: str | Path | None, count
 
 
 def place_scorer(best: Best, request: Request) -> Scorer:
-    """Load the scorer on the first device of the request."""
     device = request.devices[0]
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, request.settings.dtype)
     return load_scorer(best.scorer, device, dtype)
@@ -260,10 +257,8 @@ def generate_picks(backend: Backend, request: Request, best: Best, scorer: Score
     """Yield the best images of each prompt in the order of their ranks, as soon as all images of the prompt are scored.
 
     Only the best images so far stay in memory. Of equal scores the lower seed ranks first, so the choice does not
-    depend on the order in which images finish. An image without a finite score ranks last, with a warning. Raises
-    CheckpointError if the first `of` scores are all not finite, because such a scorer never works.
-
-    An image that fails is left out. Raises FailedImagesError at the end if a prompt has too few images for that reason.
+    depend on the order in which images finish. An image without a finite score ranks last, with a warning.
+    A scorer whose first `of` scores are all not finite never works, which is an error. An image that fails is left out.
     """
     finite = not_finite = 0
     failed: dict[int, str] = {}

@@ -61,8 +61,7 @@ class OutputFolder:
         """Return the numbers of the images that are complete in the folder, with the current settings.
 
         Reads every file. `progress` receives the number of images before each image, and cancels by raising. An image
-        of ours that a power failure has damaged is removed. Raises InputError for images with other settings or
-        prompts, and for other files with the name of an image of this batch.
+        of ours that a power failure has damaged is removed.
         """
         document = read_manifest(self.path)
         listed = {name: entry for name, entry in document["images"].items() if (self.path / name).is_file()}
@@ -173,15 +172,11 @@ def claims_of(images: Sequence[ImageSpec]) -> Iterator[tuple[int, int, int, int]
 
 
 def chosen(entry: Json) -> Json:
-    """Return score and rank of an image that was chosen by its score. Empty for other images."""
     return {name: entry[name] for name in CHOSEN if name in entry}
 
 
 def read_manifest(folder: Path) -> Json:
-    """Return settings, claims and images of the manifest. They are empty if there is no manifest.
-
-    Raises InputError for a file of another program.
-    """
+    """Return settings, claims and images of the manifest. They are empty if there is no manifest."""
     path = folder / MANIFEST
     try:
         # Reading a pipe would wait forever.
@@ -201,7 +196,6 @@ def read_manifest(folder: Path) -> Json:
 
 
 def manifest_digest(path: Path) -> str | None:
-    """Return the digest of the manifest at `path`, or None if there is no file."""
     try:
         return digest_of(patiently(path.read_bytes)) if path.is_file() else None
     except FileNotFoundError:
@@ -244,16 +238,13 @@ class Writers(Generic[T]):
         self.executor.shutdown(wait=True, cancel_futures=self.failed or not isinstance(error, Exception))
 
     def put(self, item: T, poll: Poll) -> None:
-        """Write `item` soon. Waits while too many items are pending."""
         self.wait_for(self.capacity - 1, poll)
         self.pending.add(self.executor.submit(self.write, item))
 
     def finish(self, poll: Poll) -> None:
-        """Wait until all items are written."""
         self.wait_for(0, poll)
 
     def wait_for(self, allowed: int, poll: Poll) -> None:
-        """Wait until at most `allowed` items are pending."""
         while True:
             finished = {future for future in self.pending if future.done()}
             self.pending -= finished

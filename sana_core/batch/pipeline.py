@@ -117,9 +117,7 @@ def prepare(
 ) -> Request:
     """Check the prompts, find the devices, inspect the checkpoint, and resolve the settings.
 
-    `devices`: see `local_devices`. Raises InputError for prompts that UTF-8 cannot encode, for devices that do not
-    exist, and as `resolve_settings` does. Raises CheckpointError, MissingFileError or ReadError for a checkpoint that
-    cannot be loaded.
+    `devices`: see `local_devices`.
     """
     for number, prompt in enumerate(workload.prompts, 1):
         check_text(f"prompt {number}", prompt)
@@ -135,8 +133,7 @@ def prepare(
 def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
     """Return `devices` as torch devices. None: all accelerators, or the CPU.
 
-    A device that this machine lacks is left out with a warning. Raises InputError if no device is left, and for names
-    that torch does not know.
+    A device that this machine lacks is left out with a warning.
     """
     kind = current_accelerator()
     accelerators = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
@@ -163,11 +160,7 @@ def local_devices(devices: Sequence[str | torch.device] | None) -> list[torch.de
 
 
 def resolve_settings(settings: SamplingSettings, checkpoint: Source) -> ResolvedSettings:
-    """Return the settings with the defaults of the checkpoint's model in place of None. Reads only the headers.
-
-    Raises InputError for a size that is not a multiple of 32, numbers out of range, a sampler that is not for the
-    model, an unknown reference, a LoRA that does not fit, and a checkpoint that is not SANA.
-    """
+    """Return the settings with the defaults of the checkpoint's model in place of None. Reads only the headers."""
     info = follow(find_part(inspect_checkpoint(checkpoint), "transformer"), settings.reference)
     config = config_of(info)
     check_text("negative_prompt", settings.negative_prompt)
@@ -239,8 +232,6 @@ def encode_texts(
 
 
 class Models(NamedTuple):
-    """A checkpoint on one device, without its text encoder."""
-
     transformer: SanaTransformer2DModel
     autoencoder: AutoencoderDC | None
     shift: float
@@ -394,16 +385,3 @@ def decode_each(
         except InputError as error:
             results.append(FailedImage(str(error)))
     return results
-
-
-def generate_chunk(
-    models: Models,
-    settings: ResolvedSettings,
-    chunk: Chunk,
-    prompts: Conditioning,
-    poll: Poll = no_poll,
-    images: ImageInputs = NO_IMAGES,
-) -> list[torch.Tensor | FailedImage]:
-    """Sample and decode the images of `chunk`."""
-    assert models.autoencoder is not None
-    return decode_each(models.autoencoder, sample(models, settings, chunk, prompts, poll, images), poll)

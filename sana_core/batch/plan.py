@@ -31,8 +31,6 @@ FAILURES_AT_START = 32
 
 
 class ImageSpec(NamedTuple):
-    """One image."""
-
     # Its place in the order of the results, from 0.
     number: int
     # The number of its prompt, from 0.
@@ -169,11 +167,9 @@ class Workload(NamedTuple):
 
     @property
     def remaining(self) -> list[ImageSpec]:
-        """The images that are not done."""
         return [image for image in self.images if image.number not in self.done]
 
     def count_prompts(self) -> int:
-        """Return the number of different prompts of the remaining images, at least 1."""
         return max(1, len({image.prompt for image in self.remaining}))
 
     def split(self, width: int, height: int, workers: int) -> list[Chunk]:
@@ -240,7 +236,6 @@ class Progress:
         self.first_time = 0.0
 
     def step(self) -> None:
-        """Count an image."""
         self.done += 1
         if self.done == self.done_before + 1:
             self.first_time = time.monotonic()

@@ -107,8 +107,7 @@ def describe_settings(
     """Return everything that an image depends on, except prompt and seed.
 
     `compiled` is left out, because it changes only the speed. `progress` receives the number of bytes of the weights
-    that were read, and their total. It cancels by raising. Raises CheckpointError, MissingFileError or ReadError for a
-    checkpoint that is broken or incomplete, and InputError for a name that UTF-8 cannot encode.
+    that were read, and their total. It cancels by raising.
     """
     for field, file in (("checkpoint", checkpoint.path), *(("lora", Path(file)) for file, _ in settings.loras)):
         check_text(field, file.name, RENAME)

@@ -42,8 +42,6 @@ DELIMITERS = (",", ";", "\t")
 
 
 class Prompt(NamedTuple):
-    """A prompt of a file."""
-
     text: str
     # The seed of its first image. None: the seed of the batch.
     seed: int | None = None
@@ -65,11 +63,7 @@ def split_prompts(text: str) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """Return the prompts in `file`. READERS has the endings of tables and JSON. Other files have one prompt per line.
-
-    Raises InputError for a file without prompts or not in UTF-8, and for a row that is broken or has
-    values that a batch cannot follow. Raises MissingFileError and ReadError.
-    """
+    """Return the prompts in `file`. READERS has the endings of tables and JSON. Others have one prompt per line."""
     content = read_user_file("prompts", file, "a text file with one prompt a line")
     try:
         text = content.decode("utf-8-sig")
@@ -120,7 +114,6 @@ def read_table(text: str, name: str) -> Iterator[Row]:
 
 
 def read_json_lines(text: str, name: str) -> Iterator[Row]:
-    """Yield the value of each line that is not empty."""
     for number, line in enumerate(LINE_END.split(text), 1):
         if line.strip():
             where = f"prompts: {name} line {number}"
@@ -128,7 +121,6 @@ def read_json_lines(text: str, name: str) -> Iterator[Row]:
 
 
 def read_json_list(text: str, name: str) -> Iterator[Row]:
-    """Yield the entries of a JSON list."""
     entries = parse(text, f"prompts: {name}", "correct it, or name it .jsonl if each line is JSON")
     if not isinstance(entries, list):
         raise InputError(f"prompts: {name}: got {brief(entries)}, expected a JSON list of prompts; put it in [ ]")
@@ -148,7 +140,6 @@ READERS: MappingProxyType[str, Callable[[str, str], Iterator[Row]]] = MappingPro
 
 
 def parse(text: str, where: str, remedy: str) -> object:
-    """Return the value of a JSON text."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -158,7 +149,6 @@ def parse(text: str, where: str, remedy: str) -> object:
 
 
 def column_name(name: str) -> str:
-    """Return a column's name as PROMPT, SEED and OPTIONS have it."""
     return re.sub(r"[\s-]+", "_", name.strip().lower())
 
 

@@ -310,12 +310,10 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The name in errors."""
         return shown(self.path) if self.path.is_file() else self.path.name
 
     @property
     def quantised(self) -> bool:
-        """Whether the file contains weights of integers, or scales of quantised weights."""
         return any(
             name.rpartition(".")[2] in QUANTISED_PARTS
             or (name.endswith(".weight") and not header.dtype.is_floating_point)
@@ -324,17 +322,14 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """The number of values in all tensors."""
         return sum(math.prod(header.shape) for header in self.headers.values())
 
     @property
     def components(self) -> tuple[Checkpoint, ...]:
-        """The components of a pipeline, or the checkpoint itself."""
         return self.parts or (self,)
 
     @property
     def transformer(self) -> Checkpoint | None:
-        """The first transformer among the components, of images or of videos."""
         return next((part for part in self.components if part.kind in TRANSFORMER_KINDS), None)
 
     @property
@@ -345,7 +340,6 @@ class Checkpoint:
 
     @property
     def description(self) -> str:
-        """The kind and the variant, for users."""
         if self.kind == "other":
             return self.variant
         title = f"a {CHECKPOINT_KINDS[self.kind].title}"

@@ -52,7 +52,6 @@ def count(names: Iterable[str], pattern: str) -> int:
 
 
 def architecture(headers: Headers) -> Architecture:
-    """Return the architecture of a transformer or ControlNet with diffusers' names."""
     return Architecture(
         headers["patch_embed.proj.weight"].shape[0],
         count(headers, r"transformer_blocks\.(\d+)\."),
@@ -122,7 +121,6 @@ def transformer_config(name: str, headers: Headers) -> Json:
 
 
 def edit_head_config(headers: Headers) -> Json:
-    """Return the arguments of EditHead."""
     queries, width = headers["meta_queries"].shape
     hidden, output = headers["input_proj.weight"].shape[0], headers["output_proj.1.weight"].shape[0]
     return {
@@ -268,7 +266,6 @@ def resolution_config(resolution: int) -> Json:
 
 
 def is_lite(headers: Headers) -> bool:
-    """Whether a DC-AE is DC-AE-Lite: only its decoder has no attention."""
     return not any(name.startswith("decoder.") and ".attn." in name for name in headers)
 
 

@@ -375,7 +375,6 @@ def recognise(file: Path, names: dict[str, str], weights: Weights, config: Json 
 
 
 def is_config_of(config: object, kind: str) -> bool:
-    """Return whether `config` is for a library class of `kind`. config.json may be for another model."""
     if not isinstance(config, dict) or kind not in CHECKPOINT_KINDS:
         return False
     architectures = config.get("architectures")

@@ -79,7 +79,6 @@ def opened(file: Path) -> Iterator[tuple[BufferedReader, int]]:
 
 
 def read_bytes(file: Path, largest: int) -> bytes:
-    """Return the content of `file`, which may have at most `largest` bytes."""
     with opened(file) as (stream, size):
         if size > largest:
             raise CheckpointError(f"{shown(file)}: got {size} bytes, expected at most {largest}; {REDOWNLOAD}")
@@ -108,7 +107,6 @@ def parse_json(text: str | bytes, name: str, make: Callable | None = unique) -> 
 
 
 def read_json(file: Path) -> Json:
-    """Return the JSON object in `file`, which may have at most LARGEST_TEXT bytes."""
     return parse_json(read_bytes(file, LARGEST_TEXT), shown(file))
 
 

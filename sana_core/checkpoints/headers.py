@@ -69,7 +69,6 @@ class Header(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -392,11 +392,7 @@ def load_text_encoder(
 def load_instruction_reader(
     path: Source, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> InstructionReader:
-    """Return VIBE's tokenizer, Qwen3-VL and edit head, in evaluation mode, from a diffusers folder.
-
-    Raises CheckpointError, MissingFileError or ReadError, with the file's name, if one of them is missing or broken,
-    and VersionError if transformers does not have Qwen3-VL.
-    """
+    """Return VIBE's tokenizer, Qwen3-VL and edit head, in evaluation mode, from a diffusers folder."""
     part, head_part = instruction_parts(inspect_checkpoint(path))
     tokenizer = load_qwen_tokenizer(part)
     head: Any = load_part(head_part, dtype, device=device)

@@ -53,8 +53,6 @@ class Adapter(NamedTuple):
 
 
 class FileAdapters(NamedTuple):
-    """The content of a file."""
-
     # By parameter of the model.
     adapters: dict[str, Adapter]
     # By layer name in the file: why its adapter does not fit, empty for a layer that the model does not have.
@@ -76,7 +74,6 @@ def merge_loras(transformer: SanaTransformer2DModel, loras: Sequence[tuple[str, 
 
 
 def read_whole(file: str | Path, shapes: Mapping[str, torch.Size]) -> dict[str, Adapter]:
-    """Return {parameter: adapter} of `file`. `shapes` has the shape of each parameter of the model."""
     checkpoint = find_part(inspect_checkpoint(file), "lora")
     # A file that does not fit may have gigabytes, so shapes are compared before they are read.
     whole_adapters(checkpoint, without_values(checkpoint), shapes)
@@ -105,7 +102,6 @@ def whole_adapters(
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
-    """Return the layers that have these parameters. A parameter of another name counts as a layer."""
     return list(dict.fromkeys(name.removesuffix(".weight").removesuffix(".bias") for name in parameters))
 
 
@@ -153,7 +149,6 @@ def read_adapters(
 
 
 def misfit_error(file: str, total: int, misfits: Mapping[str, str]) -> InputError:
-    """Return the error of a LoRA of `total` layers, of which some or all do not fit."""
     fits = total - len(misfits)
     if fits:
         return InputError(f"{file}: {fits} of {total} layers fit, not {listed(misfits)}; choose a LoRA of this model")
@@ -184,7 +179,6 @@ def unwrapped_layer(name: str) -> str:
 
 
 def split_layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
-    """Return {layer as the file names it: its tensors}."""
     layers: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
         layers.setdefault(LEAF.sub("", key) if part_of(key) else key, {})[key] = tensor
@@ -392,7 +386,6 @@ def peft_settings(checkpoint: Checkpoint) -> Json:
 
 
 def peft_file(file: Path) -> Path | None:
-    """Return PEFT's own file of the settings of the weights in `file`, None where there is none."""
     beside = file.with_name(BESIDE[1])
     return beside if file.name == BESIDE[0] and beside.is_file() else None
 

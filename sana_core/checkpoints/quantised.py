@@ -41,11 +41,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantised_layers(part: Checkpoint) -> dict[str, Json]:
-    """Return {layer: its format and the options of the format} of a component.
-
-    Raises CheckpointError for a layer with scales whose format is unknown, uncertain or unfit for its tensors, and
-    for integers without scales.
-    """
+    """Return {layer: its format and the options of the format} of a component."""
     scales: dict[str, dict[str, Header]] = {}
     for name, header in part.headers.items():
         layer, _, leaf = name.rpartition(".")
@@ -118,7 +114,6 @@ def is_shared(scale: Header, weight: Header) -> bool:
 
 
 def fault_of(form: Any, weight: Header, parts: Mapping[str, Header]) -> str:
-    """Return why a layer cannot be read, "" if it can."""
     kind = str(weight.dtype).removeprefix("torch.")
     listed = ", ".join(name for name in parts if name != "comfy_quant")
     if form is None:

@@ -90,7 +90,6 @@ LARGE, TOKEN = whole(1, 10_000_000), whole(0, 10_000_000)
 
 
 def fields(check: Check, names: str) -> dict[str, Check]:
-    """Return `check` for each of the `names`, which spaces separate."""
     return dict.fromkeys(names.split(), check)
 
 
@@ -280,7 +279,6 @@ PEFT_FIELDS: dict[str, tuple[Check, str]] = {
 
 
 def refuse_code(name: str, config: Json) -> None:
-    """Raise CheckpointError for a configuration that names code."""
     if "auto_map" in config:
         raise CheckpointError(
             f"{name}: got auto_map, code that comes with the model, which is never run; use the released model's file"

@@ -82,8 +82,6 @@ def word_steps(fast: FastTokenizer) -> None:
 
 
 class Family(NamedTuple):
-    """A family of tokenizers."""
-
     # Set the steps of a tokenizer.
     steps: Callable[[FastTokenizer], None]
     # Arguments of the library's model, in addition to the vocabulary, the merges and the unknown token.

@@ -210,7 +210,6 @@ def connected(address: str, poll: Poll = no_poll, on_status: OnStatus = no_statu
 
 
 def import_ray() -> ModuleType:
-    """Return ray. Raises InputError if it is not installed, and VersionError if it is too old."""
     from packaging.version import Version
 
     try:

@@ -71,12 +71,10 @@ class ActorWorker:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The machine and the GPU."""
         return self.node_id, self.gpu
 
     @property
     def is_busy(self) -> bool:
-        """Whether it encodes or generates, or will do so next."""
         return any(name in ("encode", "generate") for _, _, name in self.calls.values())
 
     def attach(self, fleet: Fleet) -> None:
@@ -144,11 +142,9 @@ class Fleet:
         self.check_health()
 
     def living(self) -> Json:
-        """Return the cluster's machines that live, by id."""
         return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
 
     def slots(self, node_id: str) -> int:
-        """Return how many actors a machine has resources for."""
         resources = self.nodes.get(node_id, {}).get("Resources", {})
         return min(int(resources.get(name, 0) / amount) for name, amount in self.cluster.needs.items())
 
@@ -160,10 +156,7 @@ class Fleet:
         return f"{self.nodes[node_id]['NodeManagerHostname']} ({node_id[:6]})"
 
     def workers(self) -> list[ActorWorker]:
-        """Return the actors that have a place.
-
-        Raises the first machine's error if all machines refuse, and ClusterError if no actor was placed in time.
-        """
+        """Return the actors that have a place."""
         now = self.clock()
         # A dead machine counts as able, because it may come back.
         able = self.placed | {node for node in self.nodes if self.capacity(node)}
@@ -180,7 +173,6 @@ class Fleet:
         return self.held
 
     def get(self, timeout: float) -> tuple:
-        """Return the next event of the workers. Raises Empty after `timeout` seconds without one."""
         if not self.events:
             self.look(timeout)
         return self.get_nowait()
@@ -366,7 +358,6 @@ class Fleet:
         worker.progress = progress
 
     def on_end(self, worker: ActorWorker, call: Hashable) -> None:
-        """Pass on the events of a call that has ended."""
         from .actor import from_bytes
 
         run, _, method = worker.calls.pop(call)

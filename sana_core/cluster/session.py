@@ -122,8 +122,6 @@ class Session:
         `key` identifies the loaded models: files, precision and patches. If it differs from the last one, `changed` is
         called. It returns the transformer's weights that differ from the file. `poll` is called twice a second, even if
         Ray hangs, and cancels by raising. `work` receives a run, and must call its `poll` as often.
-
-        Raises the errors of `work`, InputError without ray or its client, and ClusterError if the head does not answer.
         """
         ray = import_ray()
         self.acquire(poll)
@@ -184,7 +182,6 @@ class Session:
             logger.warning("cluster: lost %s since the last run (%s)", self.cluster.address, brief(error))
 
     def list_nodes(self) -> list[Json]:
-        """Ask the head for its machines."""
         assert self.context is not None
         with self.context:
             return import_ray().nodes()
@@ -253,10 +250,7 @@ def is_of_ray(error: BaseException) -> bool:
 
 
 def run_alone(cluster: ClusterSettings, work: Work[T], poll: Poll, on_status: OnStatus) -> Generator[T, None, None]:
-    """Yield the results of the generator `work`, with a connection and actors for this run alone.
-
-    Raises the errors of `Session.run`.
-    """
+    """Yield the results of the generator `work`, with a connection and actors for this run alone."""
     if cluster.address.startswith(CLIENT):
         session = Session(cluster)
         try:

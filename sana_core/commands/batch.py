@@ -84,7 +84,6 @@ def run(arguments: argparse.Namespace) -> None:
 def generate_missing(
     arguments: argparse.Namespace, request: Request, cluster: ClusterSettings | None, held: Hold, best: Best | None
 ) -> None:
-    """Generate the images that do not exist yet."""
     workload = request.workload
     with progress_line() as show:
 
@@ -153,8 +152,6 @@ def generate_missing(
 
 
 class Result(NamedTuple):
-    """A finished image of the batch."""
-
     image: ImageSpec
     # Its pixels, its PNG file, or the digest of the PNG file that a machine has written itself.
     content: torch.Tensor | bytes | str | FailedImage
@@ -197,7 +194,6 @@ class BatchRun:
             write_lines(f"{path} ({self.progress.describe(len(self.report.ready))})", flush=True)
 
     def fail(self, image: ImageSpec, reason: str) -> None:
-        """Report an image that failed."""
         self.failed[image.number] = reason
         prompt = self.folder.prompts[image.prompt]
         show_status(f"failed: {file_name(image)} (prompt {prompt!r:.60}, seed {image.seed}): {reason}")

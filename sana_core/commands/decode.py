@@ -87,7 +87,6 @@ def run(arguments: argparse.Namespace) -> None:
 def decode_to_file(
     autoencoder: AutoencoderDC, latents: torch.Tensor, path: Path, options: DecodeOptions, overwrite: bool
 ) -> dict:
-    """Write the image of `latents` [1, 32, h, w] to `path`, and return the report of the decode."""
     report: dict = {}
     _, _, height, width = latents.shape
     with progress_line() as show, output_file(path, overwrite) as part, part.open("wb") as file:
@@ -100,7 +99,6 @@ def decode_to_file(
 def decode_normed_to_file(
     vae: AutoencoderKL, latents: torch.Tensor, path: Path, options: DecodeOptions, overwrite: bool
 ) -> dict:
-    """Write the image of `latents` [1, C, h, w] to `path`, and return the report of the decode."""
     report: dict = {}
     z = latents.to(vae.device, vae.dtype)
     max_bytes = BUDGET * free_bytes(z.device) if options.max_bytes is None else options.max_bytes
@@ -146,10 +144,7 @@ def load_kl_autoencoder(folder: Path, latents: torch.Tensor, dtype: torch.dtype)
 
 
 def read_latents(path: Path) -> torch.Tensor:
-    """Return the latents in `path`.
-
-    Raises InputError for a file without latents, MissingFileError, and ReadError.
-    """
+    """Return the latents in `path`."""
     # safetensors reports a file that it may not open as missing, so the file is read here.
     content = read_user_file("latents", path, "a .safetensors or .latent file")
     try:
@@ -167,7 +162,6 @@ def read_latents(path: Path) -> torch.Tensor:
 
 
 def paths(out: Path, stem: str, count: int) -> list[Path]:
-    """Return a path for each image: `out` itself if it is one file for one image."""
     if out.suffix.lower() in WRITERS:
         if count > 1:
             raise InputError(f"out: got one file for {count} images, expected a folder")

@@ -64,7 +64,6 @@ def edited(
     settings: SamplingSettings,
     devices: Sequence[torch.device] | None,
 ) -> torch.Tensor:
-    """Return the images of `edit_images` for the options of the command."""
     import numpy as np
 
     pixels = None

@@ -72,7 +72,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of SamplingSettings. `settings_of` reads them."""
     for field, hint in get_type_hints(SamplingSettings, include_extras=True).items():
         kind, text = get_args(hint)
         # The type in `int | None` is int.
@@ -81,7 +80,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options whose values `cluster_of` reads."""
     add = parser.add_argument
     add("--cluster", metavar="ADDRESS", help="use the GPUs of this Ray cluster; auto finds the address")
     add("--gpus", type=int, help="cluster only: use at most N GPUs; default: all", metavar="N")
@@ -102,10 +100,7 @@ def resource_of(text: str) -> tuple[str, float]:
 
 
 def cluster_of(arguments: argparse.Namespace) -> ClusterSettings | None:
-    """Return the cluster that generates, or None for this machine.
-
-    Raises InputError for a cluster together with devices of this machine, and for options of a cluster without one.
-    """
+    """Return the cluster that generates, or None for this machine."""
     share = {"gpus": None, "gpus_per_worker": 1.0, "resource": None}
     if arguments.cluster is None:
         for name, default in share.items():
@@ -134,7 +129,6 @@ def choose_dtype(arguments: argparse.Namespace, devices: list[torch.device] | No
 
 
 def settings_of(arguments: argparse.Namespace, devices: list[torch.device] | None) -> SamplingSettings:
-    """Return the settings of the options. Options without a value keep the defaults of SamplingSettings."""
     values = {field: getattr(arguments, FLAGS.get(field, field)) for field in SamplingSettings._fields}
     values["dtype"] = choose_dtype(arguments, devices)
     # The parser makes lists.
@@ -153,7 +147,6 @@ def show_model(checkpoint: Checkpoint) -> None:
 
 
 def show_status(text: str) -> None:
-    """Write a line about the progress of the run."""
     sys.stderr.write(f"{one_line(text)}\n")
     sys.stderr.flush()
 

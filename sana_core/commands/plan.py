@@ -82,7 +82,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def video_answer(gpu: Gpu, plan: VideoPlan) -> str:
-    """Return one sentence: whether a video fits `gpu`."""
     video = f"{plan['variant']} at {plan['width']} x {plan['height']} px, {plan['frames']} frames, in {plan['dtype']}"
     if plan["peak"] <= gpu.usable:
         return f"{gpu.name}: {video} fits."
@@ -92,7 +91,6 @@ def video_answer(gpu: Gpu, plan: VideoPlan) -> str:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """Return the table `rows` as lines of plain text."""
     rows = [[cell.strip("`") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -33,7 +33,6 @@ SIZES = {1_249_044_836: "DC-AE 1.0 and 1.1", 5_228_717_512: "gemma-2-2b-it in on
 
 
 def check_files(report: Report, paths: Sequence[Path]) -> None:
-    """Add lines about the files at `paths`."""
     models, foreign_files = [], 0
     visited: set[Path] = set()
     for candidate in (model for path in paths for model in candidates(report, path, visited)):

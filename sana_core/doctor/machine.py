@@ -24,7 +24,6 @@ REPLACEABLE = ("scaled_dot_product_attention", "layer_norm", "rms_norm", "silu",
 
 
 def describe_machine(report: Report) -> None:
-    """Add lines about versions, and about functions of torch that have been replaced."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     report.note(SECTION, "system", system)
     with report.checking(SECTION, "sana-nodes"):
@@ -39,7 +38,6 @@ def describe_machine(report: Report) -> None:
 
 
 def check_versions(report: Report) -> None:
-    """Compare the installed packages with the requirements of this one, and import each of them."""
     from packaging.requirements import Requirement
 
     companions = filter(installed, COMPANIONS)
@@ -112,7 +110,6 @@ def describe_devices(report: Report) -> None:
 
 
 def describe_card(device: torch.device) -> str:
-    """Return name, architecture, dtypes and memory of an accelerator as text."""
     free, total = memory_info(device)
     words = [device.type]
     if device.type != "mps":

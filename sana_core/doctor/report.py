@@ -95,8 +95,6 @@ MARKS = re.compile(r"[\\`*<\[|]")
 
 
 class Line(NamedTuple):
-    """One row of a report."""
-
     section: str
     # The package, device, kernel or file that was checked.
     subject: str
@@ -133,7 +131,6 @@ class Report:
         self.lines.append(Line(section, self.anonymous(subject), expected, self.anonymous(got), verdict))
 
     def anonymous(self, text: str) -> str:
-        """Return `text` without paths, addresses and secrets, and with labels for the names of the user's folders."""
         return without_folders(without_places(text), self.folders)
 
     def label(self, path: Path) -> str:
@@ -150,7 +147,6 @@ class Report:
         return self.folders.setdefault(path.name, f"folder {len(self.folders) + 1}")
 
     def note(self, section: str, subject: str, got: str) -> None:
-        """Add a line without an expected value."""
         self.add(section, subject, "", got, NOTED)
 
     def judge(self, section: str, subject: str, expected: str, got: str, right: bool) -> None:
@@ -181,11 +177,9 @@ class Report:
 
     @property
     def faults(self) -> list[Line]:
-        """The lines with the verdict WRONG or FAILED."""
         return [line for line in self.lines if line.verdict in (WRONG, FAILED)]
 
     def summary(self) -> str:
-        """Return one line: how many checks there were, and how many found a fault."""
         checked = [line for line in self.lines if line.verdict in (RIGHT, WRONG, FAILED)]
         skipped = sum(line.verdict == SKIPPED for line in self.lines)
         return f"{len(checked)} checks, {len(self.faults)} with a fault, {skipped} skipped"

@@ -85,7 +85,6 @@ def pack(tensor: torch.Tensor) -> Packed:
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """Return the tensor whose `pack` is `packed`."""
     array, dtype, shape = packed
     # torch warns about arrays that cannot be written.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(getattr(torch, dtype)).reshape(shape)
@@ -112,7 +111,6 @@ class ControlSpec(NamedTuple):
 
     @property
     def model(self) -> tuple[str, ...]:
-        """What the loaded ControlNet depends on."""
         return self.path, self.reference, self.dtype, self.revision
 
 
@@ -169,7 +167,6 @@ class Job(NamedTuple):
 
     @property
     def models(self) -> tuple[object, ...]:
-        """What the loaded models depend on."""
         settings = self.settings
         files = self.transformer, self.autoencoder, repr(self.weights), self.revision, settings.loras
         return *files, self.resolution, self.decoder_dtype, settings.dtype, settings.reference
@@ -261,7 +258,6 @@ class Body:
         )
 
     def load_missing(self, job: Job) -> None:
-        """Load the models and the ControlNets that are not loaded."""
         if self.models is None:
             self.post("loading")
             autoencoder = None if job.autoencoder is None else self.inspect(job.autoencoder)
@@ -362,7 +358,6 @@ class Body:
             self.post("image", image.number, partial(self.content, image, prompt, latent.cpu(), pixels))
 
     def image_inputs(self, chunk: tuple[ImageSpec, ...], inputs: Mapping[str, Any]) -> ImageInputs:
-        """Return the inputs of a chunk in addition to its prompts."""
         latents = None
         if "latents" in inputs:
             # `sample` looks them up by the number of the image. Memory of other images is reserved, but never used: at
@@ -399,7 +394,6 @@ class Body:
     def content(
         self, image: ImageSpec, prompt: Any, latent: torch.Tensor, pixels: torch.Tensor | FailedImage | None
     ) -> Any:
-        """Return one image in the format of the job."""
         job = self.job
         if isinstance(pixels, FailedImage):
             return {"failed": pixels.reason}

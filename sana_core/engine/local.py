@@ -152,7 +152,6 @@ def local_workers(devices: Sequence[torch.device], checkpoint: Checkpoint) -> It
 
 
 def make_job(request: Request, described: Json | None) -> Job:
-    """Return the job for workers of this machine."""
     workload, checkpoint, settings, _ = request
     path = str(checkpoint.path.absolute())
     init, edit = workload.inputs.init, workload.inputs.edit
@@ -186,5 +185,4 @@ def revision_of(checkpoint: Checkpoint) -> list[Any]:
 
 
 def restore(content: Any) -> Any:
-    """Return the content of an image: a tensor for an array."""
     return content if isinstance(content, bytes | FailedImage) else torch.from_numpy(content)

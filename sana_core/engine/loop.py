@@ -126,7 +126,6 @@ class Run:
             del error
 
     def react(self) -> Iterator[Generated]:
-        """Handle the events since the last look. Yields finished images."""
         events = []
         with suppress(Empty):
             events.append(self.events.get(timeout=LOOK))
@@ -229,7 +228,6 @@ class Run:
             yield from self.lose(seat, values[0])
 
     def end(self, seat: Seat, number: int, seconds: float, result: Any) -> None:
-        """A worker has finished a task."""
         task = self.take_back(seat, number)
         if task is None:
             return

@@ -86,7 +86,6 @@ class ProcessWorker:
         self.process, self.is_killed = process, False
 
     def listen(self, connection: Any, process: Any, birth: int) -> None:
-        """Pass on the events of a process until it ends."""
         reason = ""
         try:
             while True:
@@ -190,7 +189,6 @@ def kill_left_out(worker: Any, error: BaseException) -> None:
 
 @cache
 def processes() -> Processes:
-    """Return the worker processes of this program."""
     return Processes()
 
 
@@ -263,7 +261,6 @@ def read_switches() -> dict[str, Any]:
 
 
 def set_switches(switches: Mapping[str, Any]) -> None:
-    """Set the switches of this process that differ."""
     present = read_switches()
     for name, value in switches.items():
         if name not in present or present[name] == value:
@@ -276,7 +273,6 @@ def set_switches(switches: Mapping[str, Any]) -> None:
 
 
 def find_module(name: str) -> tuple[Any, str]:
-    """Return the module that has the switch `name`, and the last part of its name."""
     *folders, last = name.split(".")
     module: Any = torch
     for folder in folders:

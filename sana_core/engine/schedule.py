@@ -104,7 +104,6 @@ class Seat:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per image."""
         return self.seconds / self.images if self.images else None
 
 

@@ -114,7 +114,6 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on `device`."""
     return memory_info(device)[0]
 
 

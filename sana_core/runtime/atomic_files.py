@@ -241,7 +241,6 @@ def make_folder(path: Path) -> None:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the SHA-256 of `data`, in hexadecimal."""
     return sha256(data).hexdigest()
 
 

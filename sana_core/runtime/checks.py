@@ -98,7 +98,6 @@ def opened_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> It
 
 
 def read_range(place: FileRange, name: str, largest: int = LARGEST_FILE) -> bytes:
-    """Return the bytes at `place`."""
     with opened_range(place, name, largest) as (stream, length):
         data = stream.read(length) if length else b""
     if len(data) < length:

@@ -285,7 +285,6 @@ class Attempt:
             last[future].unanswered = future
 
     def check(self) -> None:
-        """The poll of the threads. Raises Stopped."""
         if self.stopped.is_set():
             raise Stopped
 

@@ -51,8 +51,6 @@ TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 
 
 class Holder(NamedTuple):
-    """The record of the run that holds a folder."""
-
     # Digest of the run's token.
     run: str
     # Digest of the machine's name and of `run`.
@@ -105,7 +103,6 @@ def hold(folder: Path) -> Iterator[Hold]:
     """Hold `folder`, creating it if needed, and remove the unfinished files of dead runs.
 
     If the folder contains the record of another machine's run, waits half a minute to see whether that run is alive.
-    Raises InUseError with the time at which the other run began, and OutputError for a folder that cannot be locked.
     """
     from filelock import FileLock, SoftFileLock
 
@@ -194,7 +191,6 @@ def claim(held: Hold) -> None:
 
 
 def wait_for_heartbeat(held: Hold, other: Holder) -> None:
-    """Raise InUseError if the run of the record `other` is alive."""
     logger.warning(
         "batch: %s may be in use by a run that began at %s; waiting %.0f s to see whether it is alive",
         held.folder,
@@ -237,10 +233,7 @@ def in_use(folder: Path, holder: Holder | None) -> InUseError:
 
 
 def check_run(folder: Path, run: str) -> None:
-    """Check on another machine that `folder` is the one that the driver's run holds.
-
-    Raises MissingFileError for another folder, and OutputError if it cannot be written.
-    """
+    """Check on another machine that `folder` is the one that the driver's run holds."""
     run_folder = folder / OWN / run
     if not (run_folder / MARK).is_file():
         raise MissingFileError(f"out: {folder} is not the driver's folder; mount the same folder at this path")

@@ -79,7 +79,6 @@ def paeth_differences(strip: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 
 def write_tiff(file: BinaryIO, width: int, height: int, rows: Rows) -> None:
-    """Write a TIFF of 8 bits RGB, deflated."""
     try:
         from tifffile import TiffWriter
     except ImportError:

@@ -80,13 +80,10 @@ def first_few(names: Iterable[str]) -> str:
 
 
 class OneLineLogger(logging.LoggerAdapter):
-    """Writes each message as one line."""
-
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if self.isEnabledFor(level):
             self.logger.log(level, "%s", one_line(str(msg) % args if args else str(msg)), **kwargs)
 
 
 def get_logger(name: str) -> OneLineLogger:
-    """Return the logger of a module."""
     return OneLineLogger(logging.getLogger(name), {})

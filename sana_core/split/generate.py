@@ -53,7 +53,6 @@ class ExchangeBoard:
         self.clear()
 
     def clear(self) -> None:
-        """Free the tensors of the last step."""
         # They are read between two barriers, and replaced after the second at the earliest.
         self.sums: list[torch.Tensor | None] = [None] * self.barrier.parties
         self.edges: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.barrier.parties
@@ -280,7 +279,6 @@ def decode_split(
 
 
 def load_on(devices: Sequence[torch.device], checkpoint: Checkpoint, settings: ResolvedSettings) -> list[Models]:
-    """Load the models on each of `devices`, but only once per device. Only the first device has the decoder."""
     loaded: dict[torch.device, Models] = {}
     for device in devices:
         if device not in loaded:

@@ -29,20 +29,15 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.machine import description  # noqa: E402
-from sana_core import inspect_checkpoint  # noqa: E402
 from sana_core.__main__ import main as run_command  # noqa: E402
 from sana_core.batch.pipeline import (  # noqa: E402
-    Conditioning,
     SamplingSettings,
-    encode_texts,
-    generate_chunk,
-    load_encoder,
-    load_models,
-    resolve_settings,
+    prepare,
 )
-from sana_core.batch.plan import ImageSpec  # noqa: E402
+from sana_core.batch.plan import Workload, batch_images  # noqa: E402
 from sana_core.batch.png import encode_png  # noqa: E402
 from sana_core.checkpoints.fingerprint import fingerprint  # noqa: E402
+from sana_core.engine.local import generate_local  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "kills.json"
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
@@ -53,13 +48,11 @@ FOREIGN = {".00000_0.png.0123abcd": b"mine", ".shared.0123abcd": b"mine", "notes
 
 def import_all() -> None:
     """Import the modules that the command imports later. Starts no thread, because a fork would lose it."""
-    checkpoint, cpu = CHECKPOINT, torch.device("cpu")
     torch.set_num_threads(1)
-    fingerprint(checkpoint)
-    models = load_models(inspect_checkpoint(checkpoint), cpu, SamplingSettings(), inspect_checkpoint(checkpoint))
-    settings = resolve_settings(SamplingSettings(32, 32, steps=1), checkpoint)
-    texts, negative = encode_texts(load_encoder(checkpoint, cpu, "float32"), PROMPTS, "")
-    (pixels,) = generate_chunk(models, settings, (ImageSpec(0, 0, 0),), Conditioning([texts[PROMPTS[0]]], negative))
+    fingerprint(CHECKPOINT)
+    workload = Workload(PROMPTS[:1], batch_images(1, 1, 0))
+    # Closing the iterator waits for the thread of the device.
+    ((_, pixels),) = generate_local(prepare(workload, CHECKPOINT, SamplingSettings(32, 32, steps=1), ["cpu"]))
     encode_png(pixels, "", 0, {})
 
 

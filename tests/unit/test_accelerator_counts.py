@@ -98,6 +98,7 @@ def test_a_share_of_two_moves_what_is_promised():
     assert counts.share("1.6B", 1024, 1, 1) == figures["1.6B, 1024 px, one of two"]
 
 
+@pytest.mark.slow
 def test_norms_of_queries_and_keys_are_a_launch_each():
     """SANA-1.5 has three in a block, two beside the self-attention."""
     layers, plain = 60, 13
@@ -195,13 +196,13 @@ def test_the_planner_chooses_the_plan_with_the_fewest_launches_that_fits(monkeyp
     "count",
     [
         partial(counts.step, "1.6B", 1024),
-        partial(counts.step, "1.6B", 1024, perturbed=True),
+        pytest.param(partial(counts.step, "1.6B", 1024, perturbed=True), marks=pytest.mark.slow),
         partial(counts.decode, 1024),
         pytest.param(partial(counts.decode, 1024, triton=False), marks=pytest.mark.slow),
         pytest.param(partial(counts.decode, 128, smallest=True), marks=pytest.mark.slow),
-        partial(counts.decode, 1024, kind="lite"),
+        pytest.param(partial(counts.decode, 1024, kind="lite"), marks=pytest.mark.slow),
         partial(counts.encode, 1024),
-        partial(counts.encode, 128, smallest=True),
+        pytest.param(partial(counts.encode, 128, smallest=True), marks=pytest.mark.slow),
     ],
     ids=lambda count: f"{count.func.__name__} {count.args} {count.keywords}",
 )

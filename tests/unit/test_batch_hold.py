@@ -169,7 +169,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path, request, locks):
     if not locks:
         request.getfixturevalue("no_locks")
     fork = multiprocessing.get_context("fork")
-    for _ in range(5):
+    for _ in range(3):
         barrier, holding, results = fork.Barrier(6), fork.Event(), fork.SimpleQueue()
 
         def compete(barrier=barrier, holding=holding, results=results):

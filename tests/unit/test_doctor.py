@@ -86,18 +86,15 @@ def test_a_torchaudio_of_another_torch_is_named_with_its_remedy(tmp_path):
     )
     remedy = "); pip install -U torchaudio, or pip uninstall torchaudio if this ComfyUI starts without it"
 
-    def run(*arguments):
-        words = [sys.executable, "-m", "sana_core", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        process = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert process.returncode == 1, process.stderr
-        return process
-
-    size = ("--width", 128, "--height", 128)
-    drawn = run("generate", "x", "--checkpoint", TINY, *size, "--out", tmp_path / "images")
-    assert drawn.stderr.startswith(line) and drawn.stderr.endswith(f"{remedy}\n") and drawn.stderr.count("\n") == 1
-    examined = run("doctor", "--seconds", 0)
-    document = [row.split(" | ") for row in examined.stdout.splitlines() if row.endswith("WRONG |")]
+    size = ["--width", "128", "--height", "128", "--out", str(tmp_path / "images")]
+    commands = [["generate", "x", "--checkpoint", str(TINY), *size], ["doctor", "--seconds", "0"]]
+    code = f"from sana_core.__main__ import main; assert [main(words) for words in {commands}] == [1, 1]"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    (said, *others) = process.stderr.splitlines()
+    assert said.startswith(line) and said.endswith(remedy) and all(other.startswith("checking ") for other in others)
+    document = [row.split(" | ") for row in process.stdout.splitlines() if row.endswith("WRONG |")]
     got = {subject.removeprefix("| "): text for subject, _, text, _ in document}
     assert got["torchaudio"].startswith(line) and got["torchaudio"].endswith(remedy)
     assert got.keys() == {"torchaudio", "diffusers", "transformers"}

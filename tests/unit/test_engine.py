@@ -125,7 +125,8 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_images_are_equal_to_the_bit_on_1_2_and_3_workers(checkpoint, options):
     alone = generate(checkpoint, ["cpu"], **options)
-    for devices in (CPUS, ["cpu"] * 3):
+    # Another number of devices takes another way only with chunks of a chosen size.
+    for devices in (CPUS, ["cpu"] * 3) if "chunk" in options else (CPUS,):
         assert torch.equal(generate(checkpoint, devices, **options), alone)
 
 
@@ -227,16 +228,6 @@ def test_a_worker_that_is_killed_while_it_samples_loses_no_image(checkpoint, own
     assert not running(killed[0]) and running(killed[1])
 
 
-def test_images_with_nan_are_named_after_the_others_were_generated(checkpoint):
-    latents = torch.randn(6, 32, 2, 2, generator=torch.Generator().manual_seed(3))
-    latents[4] = torch.nan
-    with pytest.raises(sana_core.FailedImagesError, match="images: 1 failed, number 4, counted from 0") as caught:
-        generate(checkpoint, CPUS, latents=latents, chunk=1)
-    latents[4] = 0
-    expected = generate(checkpoint, ["cpu"], latents=latents)
-    assert torch.equal(caught.value.images[[0, 1, 2, 3, 5]], expected[[0, 1, 2, 3, 5]])
-
-
 def test_a_prompt_that_is_too_long_is_named_once_by_the_process(checkpoint, caplog):
     sana_core.generate("red " * 400, checkpoint, devices=CPUS, count=2, **SIZE)
     assert sum("300" in record.getMessage() for record in caplog.records) == 1
@@ -314,14 +305,6 @@ def test_a_worker_that_hangs_in_any_phase_loses_no_image_of_this_run_and_the_nex
     for number in range(2):
         assert not run(Work({"name": f"{phase} {number}"}, count=8))
     assert not file.exists() and all(map(running, pids(stub)))
-
-
-def test_a_worker_that_hangs_alone_is_started_again(stub, run, caplog):
-    run(Work({}), workers=1)
-    before = stub.workers[0].process.pid
-    stub.order("step", "hang")
-    run(Work({}), workers=1)
-    assert stub.workers[0].process.pid != before and "cpu: silent for" in caplog.text
 
 
 def test_a_worker_that_was_stopped_between_two_runs_is_replaced(stub, run):

@@ -83,7 +83,7 @@ class Flag:
             raise Interrupt
 
 
-@pytest.mark.parametrize("images", range(3, 15))
+@pytest.mark.parametrize("images", [3, 6, 9, 14])
 def test_an_interrupt_is_not_lost_while_a_worker_hangs_or_is_started_again(stub, images):
     """No process looks at the flag, so that none can clear it in the place of the loop."""
     flag, arrived = Flag(), 0

@@ -38,9 +38,6 @@ try:
 except sana_core.SanaError as error:
     print(error)
 """
-THEIRS = (
-    "import sys; from transformers import AutoTokenizer; AutoTokenizer.from_pretrained(sys.argv[2] + '/tokenizer', {})"
-)
 
 
 def with_code(copy, place, marker):
@@ -60,8 +57,9 @@ def run_in_a_process(code, copy, cache, answer):
     )
 
 
-@pytest.mark.parametrize("place", ["tokenizer/tokenizer_config.json", "text_encoder/config.json"])
-@pytest.mark.parametrize("answer", ["", "y\n"])
+@pytest.mark.parametrize(
+    "place, answer", [("tokenizer/tokenizer_config.json", "y\n"), ("text_encoder/config.json", "")]
+)
 def test_code_of_a_folder_is_neither_run_nor_asked_about(copy, tmp_path, place, answer):
     with_code(copy, place, tmp_path / "ran")
     finished = run_in_a_process(RUN, copy, tmp_path / "cache", answer)
@@ -70,12 +68,6 @@ def test_code_of_a_folder_is_neither_run_nor_asked_about(copy, tmp_path, place, 
     )
     assert "y/N" not in finished.stdout + finished.stderr
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_code_above_would_run_where_it_is_trusted(copy, tmp_path):
-    with_code(copy, "tokenizer/tokenizer_config.json", tmp_path / "ran")
-    run_in_a_process(THEIRS.format("trust_remote_code=True"), copy, tmp_path / "cache", "")
-    assert (tmp_path / "ran").exists()
 
 
 def test_a_configuration_names_no_kernel_to_download(copy):

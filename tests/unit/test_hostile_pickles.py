@@ -329,16 +329,15 @@ MALFORMED = {
     "shape doubled": entry(tensor(shape=doubled(b"K\1", 60))),
     "key doubled": entry(tensor(storage(key=doubled(b"K\1", 60)))),
     "deep key of 10,000": entry(tensor(storage(key=b"K\1" + b"\x85" * 10_000))),
-    "deep key of 400,000": entry(tensor(storage(key=b"K\1" + b"\x85" * 400_000))),
-    "deep shape": entry(tensor(shape=b"K\1" + b"\x85" * 900_000)),
-    "deep tuple as name": b"}" + b")" + b"\x85" * 900_000 + b"K\x01s.",
-    "deep tuple": b")" + b"\x85" * 900_000 + b".",
-    "deep dicts": b"}X\1\0\0\0a" * 240_000 + b"N" + b"s" * 240_000 + b".",
-    "deep calls": b"N(" * 190_000 + b"N" + b"tR" * 190_000 + b".",
-    "900,000 marks": b"(" * 900_000 + b".",
+    "deep shape": entry(tensor(shape=b"K\1" + b"\x85" * 200_000)),
+    "deep tuple as name": b"}" + b")" + b"\x85" * 200_000 + b"K\x01s.",
+    "deep tuple": b")" + b"\x85" * 200_000 + b".",
+    "deep dicts": b"}X\1\0\0\0a" * 60_000 + b"N" + b"s" * 60_000 + b".",
+    "deep calls": b"N(" * 60_000 + b"N" + b"tR" * 60_000 + b".",
+    "200,000 marks": b"(" * 200_000 + b".",
     "long number": entry(tensor(offset=whole(1 << 24_000_000))),
     "long shape": entry(tensor(shape=b"(" + b"K\0" * 17 + b"t", stride=b"(" + b"K\0" * 17 + b"t")),
-    "quadratic tuples": b"(" + b"N" * 400_000 + b"tq\0" + b"h\0\x850" * 190_000 + b".",
+    "quadratic tuples": b"(" + b"N" * 150_000 + b"tq\0" + b"h\0\x850" * 60_000 + b".",
 }
 
 

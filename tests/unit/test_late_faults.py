@@ -87,7 +87,7 @@ def run_with_faults(cards, work, chance):
     return failure is None
 
 
-@pytest.mark.parametrize("runs", [15, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [8, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", [Sampling, Decoding])
 def test_after_late_faults_there_is_a_right_image_or_an_error(kind, count, runs):

@@ -81,11 +81,13 @@ def test_every_released_size_is_recognised_by_its_header_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"layers": 3}, {"qk_norm": True}, {"sprint": True}, {"resolution": 2048}, {"resolution": 4096}],
+    "suffix, options",
+    [
+        *(("pth", options) for options in ({}, {"layers": 3}, {"qk_norm": True}, {"sprint": True})),
+        *(("safetensors", {"resolution": pixels}) for pixels in (2048, 4096)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_nvidias_layout_loads_exactly(tmp_path, options, suffix):
     model = layouts.transformer(**options)
     tensors = layouts.nvidia(model)
@@ -371,8 +373,7 @@ def test_any_stored_precision_loads_in_any(tmp_path, dtype):
 NVIDIAS_CONFIGS = ["{}", '{"_class_name": "SanaMS"}', '{"model_type": "sana"}', "[]", ""]
 
 
-@pytest.mark.parametrize("config", NVIDIAS_CONFIGS)
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("suffix, config", [*(("pth", one) for one in NVIDIAS_CONFIGS), ("safetensors", "{}")])
 def test_a_repository_of_nvidia_s_may_have_a_configuration_at_its_root(tmp_path, config, suffix):
     """Sana_600M_512px and the teacher of Sprint have one beside checkpoints/; it is not read."""
     model, folder = layouts.transformer(resolution=512), tmp_path / "Sana_600M_512px"

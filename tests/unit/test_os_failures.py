@@ -251,8 +251,7 @@ def test_a_run_that_notices_before_a_validation_that_a_state_stays_open_loses_no
     assert content(out) == expected("train")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("at, code", [(1, errno.ENOSPC), (4, errno.EIO), (9, errno.ENOSPC)])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_disk_that_fails_once_costs_one_line(name, at, code, inputs, expected, tmp_path, inject, caplog):
     before, out, calls = expected(name), tmp_path / "out", count(1)

@@ -69,7 +69,7 @@ def machine(request):
         cards.release()
 
 
-def impatient(monkeypatch, seconds=2.0):
+def impatient(monkeypatch, seconds=1.0):
     limits = device_team.LIMITS._replace(first=seconds, grace=seconds, patience=0.0, ending=seconds)
     monkeypatch.setattr(device_team, "LIMITS", limits)
 
