@@ -1,11 +1,16 @@
-"""Configurations from the shapes of tensors, and contradictions between a configuration and the shapes."""
+"""What the names and shapes of a file's tensors say: diffusers' names of original files, and the model's configuration.
+
+The names are of NVIDIA's transformer and ControlNet, of MIT's DC-AE, and of adapters. A fused tensor becomes several
+equal parts along its first dimension.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +33,172 @@ from ..model.known_models import (
 from ..model.latents import DOWNSCALE
 from ..runtime.text import Json, brief, shown
 from .headers import Headers
+
+TRANSFORMER_NAMES = {
+    "x_embedder.proj": "patch_embed.proj",
+    "y_embedder.y_proj.fc1": "caption_projection.linear_1",
+    "y_embedder.y_proj.fc2": "caption_projection.linear_2",
+    "attention_y_norm": "caption_norm",
+    "t_embedder.mlp.0": "time_embed.emb.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_embed.emb.timestep_embedder.linear_2",
+    "t_block.1": "time_embed.linear",
+    "final_layer.linear": "proj_out",
+    "final_layer": "",  # its scale_shift_table
+}
+# SANA-Video embeds patches of several frames. Its files have one of VIDEO_TENSORS.
+VIDEO_NAMES = {"x_embedder.proj": "patch_embedding"}
+VIDEO_TENSORS = {"blocks.0.mlp.t_conv.weight", "attn_res.final_proj.weight"}
+# Sprint embeds the guidance in addition to the time.
+SPRINT_NAMES = {
+    "t_embedder.mlp.0": "time_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_embed.timestep_embedder.linear_2",
+    "cfg_embedder.mlp.0": "time_embed.guidance_embedder.linear_1",
+    "cfg_embedder.mlp.2": "time_embed.guidance_embedder.linear_2",
+}
+BLOCK_NAMES = {
+    "": ("",),  # its scale_shift_table
+    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "attn.q_norm": ("attn1.norm_q",),
+    "attn.k_norm": ("attn1.norm_k",),
+    "attn.proj": ("attn1.to_out.0",),
+    "cross_attn.q_linear": ("attn2.to_q",),
+    "cross_attn.kv_linear": ("attn2.to_k", "attn2.to_v"),
+    "cross_attn.q_norm": ("attn2.norm_q",),
+    "cross_attn.k_norm": ("attn2.norm_k",),
+    "cross_attn.proj": ("attn2.to_out.0",),
+    "mlp.inverted_conv.conv": ("ff.conv_inverted",),
+    "mlp.depth_conv.conv": ("ff.conv_depth",),
+    "mlp.point_conv.conv": ("ff.conv_point",),
+    "mlp.t_conv": ("ff.conv_temp",),  # SANA-Video only.
+    # SANA-Video 2.0 only.
+    "attn.output_gate": ("attn1.to_gate",),
+    "attn.beta_proj": ("attn1.to_beta",),
+    "attn.o_norm": ("attn1.norm_out",),
+    **{f"mlp.{name}_proj": (f"ff.{name}_proj",) for name in ("gate", "up", "down")},
+}
+CONTROL_PROJECTION = re.compile(r"controlnet\.(\d+)\.(before|after)_proj")
+NUMBERED_BLOCK = re.compile(r"(?:blocks\.(\d+)|controlnet\.(\d+)\.copied_block)\.?(.*)")
+# In NVIDIA's ControlNet: its copy of the base model's first block.
+BASE_BLOCK = "base_block"
+
+# Parts of names that torch.compile, FSDP and activation checkpointing insert, before any module.
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
+HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
+
+# The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
+ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
+# Reads the end of a key in a file: a layer's name, the name that PEFT and diffusers give to an adapter in memory, such
+# as default or default_0, and the part of the adapter.
+LEAF = re.compile(
+    r"\.(?P<part>lora_(?:A|B|down|up|mid|bias)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|[ab][12]"
+    rf"|{ROWS}|alpha|dora_scale|oft_blocks|rescale|w_norm|b_norm|diff|diff_b|set_weight|reshape_weight)"
+    r"(?:\.(?!weight$|bias$)[\w-]+)?(?:\.weight|(?P<bias>\.bias))?$"
+    r"|(?:[._]lora(?:_linear_layer)?\.)(?P<old>up|down)\.weight$"
+    r"|(?:\.base_layer|\.modules_to_save(?:\.(?!weight$|bias$)[\w-]+)?)?\.(?P<whole>weight|bias)$"
+)
+# Other names of a part: of kohya, of diffusers' old files, of LyCORIS' norms, and of whole tensors.
+SAME = {
+    **{"lora_down": "lora_A", "lora_up": "lora_B", "down": "lora_A", "up": "lora_B"},
+    **{"w_norm": "diff", "b_norm": "diff_b", "set_weight": "weight"},
+}
+
+AUTOENCODER_PATTERNS = (
+    (r"main\.|op_list\.", ""),
+    (r"\.project_in\.conv\.", ".conv_in."),
+    (r"encoder\.project_out\.0\.conv\.", "encoder.conv_out."),
+    (r"decoder\.project_out\.0\.", "decoder.norm_out."),
+    (r"decoder\.project_out\.2\.conv\.", "decoder.conv_out."),
+    (r"encoder\.stages", "encoder.down_blocks"),
+    (r"decoder\.stages", "decoder.up_blocks"),
+    (r"context_module", "attn"),
+    (r"local_module", "conv_out"),
+    (r"aggreg\.(\d+)\.0\.", r"to_qkv_multiscale.\1.proj_in."),
+    (r"aggreg\.(\d+)\.1\.", r"to_qkv_multiscale.\1.proj_out."),
+    (r"(depth|inverted|point)_conv\.conv\.", r"conv_\1."),
+    (r"point_conv\.norm|conv2\.norm", "norm"),
+    (r"proj\.norm", "norm_out"),
+    (r"proj\.conv\.", "to_out."),
+    (r"conv([12]?)\.conv\.", r"conv\1."),
+)
+
+
+class Origin(NamedTuple):
+    """The source of a parameter: a tensor of the file, and a number among its `parts` equal parts."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+def part_of(key: str) -> str:
+    """Return the part of an adapter that the tensor `key` of a file is, "" for none."""
+    match = LEAF.search(key)
+    if match is None:
+        return ""
+    part = match["part"] or match["old"] or match["whole"]
+    if match["bias"]:
+        return "lora_bias" if part in ("lora_B", "lora_up") else ""
+    return SAME.get(part, part)
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are of an adapter. Models have tensors named alpha, too."""
+    matches = filter(None, map(LEAF.search, names))
+    return any(match["old"] or match["part"] not in (None, "alpha") for match in matches)
+
+
+def transformer_origins(names: Set[str]) -> dict[str, Origin]:
+    """Return {diffusers' name: origin} of NVIDIA's transformer or ControlNet. Unknown names map to themselves.
+
+    `names` are the names in the file. The map is from diffusers' conversion scripts for SANA. A ControlNet's file
+    contains the transformer that it was trained on. NVIDIA's ControlNet starts from its first block, which is
+    "base_block" here.
+    """
+    modules = (
+        {**TRANSFORMER_NAMES, **SPRINT_NAMES}
+        if any(name.startswith("cfg_embedder.") for name in names)
+        else TRANSFORMER_NAMES
+    )
+    if VIDEO_TENSORS & names:
+        modules = {**modules, **VIDEO_NAMES}
+    is_controlnet = any(name.startswith("controlnet.") for name in names)
+    origins = {}
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        targets = block_modules(module) or (modules.get(module, module),)
+        if is_controlnet and name.startswith(("blocks.", "final_layer.")):
+            if not name.startswith("blocks.0."):
+                continue
+            targets = tuple(target.replace("transformer_blocks.0", BASE_BLOCK, 1) for target in targets)
+        for part, target in enumerate(targets):
+            origins[f"{target}.{leaf}".lstrip(".")] = Origin(name, part, len(targets))
+    return origins
+
+
+def block_modules(module: str) -> tuple[str, ...]:
+    """Return diffusers' names of a module inside a numbered block, or () for other modules."""
+    if projection := CONTROL_PROJECTION.fullmatch(module):
+        number, side = projection.groups()
+        return ("input_block",) if side == "before" else (f"controlnet_blocks.{number}",)
+    block = NUMBERED_BLOCK.fullmatch(module)
+    if not block or block[3] not in BLOCK_NAMES:
+        return ()
+    return tuple(f"transformer_blocks.{block[1] or block[2]}.{target}".rstrip(".") for target in BLOCK_NAMES[block[3]])
+
+
+def autoencoder_origins(names: Set[str]) -> dict[str, Origin]:
+    """Return {diffusers' name: origin} of DC-AE in its original layout."""
+    origins = {}
+    for name in names:
+        target = name
+        for pattern, replacement in AUTOENCODER_PATTERNS:
+            target = re.sub(pattern, replacement, target)
+        fused = target.partition(".qkv.conv.")
+        parts = [f"{fused[0]}.to_{letter}.{fused[2]}" for letter in "qkv"] if fused[1] else [target]
+        origins.update({part: Origin(name, index, len(parts)) for index, part in enumerate(parts)})
+    return origins
+
 
 # Only SANA-Video 2.0 has this tensor. Its feed-forwards are not convolutions.
 VIDEO2 = "attn_res.final_proj.weight"
@@ -93,10 +264,7 @@ def unknown_width(name: str, width: int, expected: str) -> CheckpointError:
 
 
 def transformer_config(name: str, headers: Headers) -> Json:
-    """Return SanaTransformer2DModel's configuration, without the resolution. Errors name the file `name`.
-
-    Only widths in CROSS_HEADS are accepted, because the shapes do not determine the number of heads.
-    """
+    """Return SanaTransformer2DModel's configuration, without the resolution. Errors name the file `name`."""
     arch = architecture(headers)
     if arch.width not in CROSS_HEADS:
         raise unknown_width(name, arch.width, " or ".join(map(str, CROSS_HEADS)))
@@ -123,13 +291,8 @@ def transformer_config(name: str, headers: Headers) -> Json:
 def edit_head_config(headers: Headers) -> Json:
     queries, width = headers["meta_queries"].shape
     hidden, output = headers["input_proj.weight"].shape[0], headers["output_proj.1.weight"].shape[0]
-    return {
-        "queries": queries,
-        "width": width,
-        "hidden": hidden,
-        "output": output,
-        "layers": count(headers, r"attn_blocks\.(\d+)\."),
-    }
+    layers = count(headers, r"attn_blocks\.(\d+)\.")
+    return {"queries": queries, "width": width, "hidden": hidden, "output": output, "layers": layers}
 
 
 def no_qwen_config(name: str, headers: Headers) -> Json:
@@ -148,18 +311,15 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
 
     Only known widths are compared, because weights of other widths do not determine the number of attention heads.
     """
-    pairs: dict[str, tuple[object, object]] = {}
+    shapes: Json = {}
+    fields: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     if kind in ("transformer", "controlnet") and architecture(headers).width in CROSS_HEADS:
         shapes = transformer_config("", headers)
-        fields = ["num_layers", "num_attention_heads", "attention_head_dim", "caption_channels", "patch_size"]
-        pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
-        if kind == "transformer":
-            flags = ("qk_norm", "guidance_embeds")
-            pairs |= {field: (config.get(field) or None, shapes[field] or None) for field in flags}
+        fields = ("num_layers", "num_attention_heads", "attention_head_dim", "caption_channels", "patch_size")
+        flags = ("qk_norm", "guidance_embeds") if kind == "transformer" else ()
     elif kind == "text_encoder" and gemma_width(headers) in GEMMA_WIDTHS:
-        shapes = gemma_config(headers)
-        fields = ["hidden_size", "num_hidden_layers", "intermediate_size"]
-        pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+        shapes, fields = gemma_config(headers), ("hidden_size", "num_hidden_layers", "intermediate_size")
     elif kind == "autoencoder":
         try:
             shapes = autoencoder_config(headers)
@@ -167,8 +327,9 @@ def contradiction(kind: str, headers: Headers, config: Json) -> str:
             # A tensor is missing. The load names it.
             return ""
         if tuple(shapes.get("encoder_block_out_channels", ())) == WIDTHS:
-            fields = ["latent_channels", "encoder_layers_per_block", "decoder_layers_per_block"]
-            pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+            fields = ("latent_channels", "encoder_layers_per_block", "decoder_layers_per_block")
+    pairs = {field: (config[field], shapes[field]) for field in fields if field in config}
+    pairs |= {field: (config.get(field) or None, shapes[field] or None) for field in flags}
     for field, (stated, actual) in pairs.items():
         # JSON has lists where shapes give tuples.
         if stated != (list(actual) if isinstance(actual, tuple) else actual):
@@ -224,35 +385,27 @@ def video_config(name: str, headers: Headers) -> Json:
     and the layers with softmax have half of these heads.
     """
     width, channels, *patch = headers["patch_embedding.weight"].shape
-    if VIDEO2 in headers:
-        heads = headers["transformer_blocks.0.attn1.to_beta.weight"].shape[0]
-        layers = range(count(headers, r"transformer_blocks\.(\d+)\."))
-        softmax = [i for i in layers if f"transformer_blocks.{i}.attn1.to_beta.weight" not in headers]
-        return {
-            "in_channels": channels,
-            "out_channels": channels,
-            "num_attention_heads": heads,
-            "attention_head_dim": width // heads,
-            "num_layers": len(layers),
-            "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
-            "mlp_ratio": mlp_ratio(headers, width),
-            "softmax_heads": heads // 2,
-            "softmax_every": (softmax or [len(layers)])[0] + 1,
-        }
-    if width % VIDEO_HEAD_DIM:
+    if VIDEO2 not in headers and width % VIDEO_HEAD_DIM:
         raise unknown_width(name, width, f"a multiple of {VIDEO_HEAD_DIM}")
-    heads = width // VIDEO_HEAD_DIM
-    return {
+    beta = headers.get("transformer_blocks.0.attn1.to_beta.weight")
+    heads = width // VIDEO_HEAD_DIM if beta is None else beta.shape[0]
+    layers = range(count(headers, r"transformer_blocks\.(\d+)\."))
+    config = {
         "in_channels": channels,
         "out_channels": channels,
         "num_attention_heads": heads,
-        "attention_head_dim": VIDEO_HEAD_DIM,
-        "num_layers": count(headers, r"transformer_blocks\.(\d+)\."),
+        "attention_head_dim": width // heads,
+        "num_layers": len(layers),
+        "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
+        "mlp_ratio": mlp_ratio(headers, width),
+    }
+    if VIDEO2 in headers:
+        softmax = [i for i in layers if f"transformer_blocks.{i}.attn1.to_beta.weight" not in headers]
+        return config | {"softmax_heads": heads // 2, "softmax_every": (softmax or [len(layers)])[0] + 1}
+    return config | {
         "num_cross_attention_heads": heads,
         "cross_attention_head_dim": VIDEO_HEAD_DIM,
         "cross_attention_dim": width,
-        "caption_channels": headers["caption_projection.linear_1.weight"].shape[1],
-        "mlp_ratio": mlp_ratio(headers, width),
         "patch_size": tuple(patch),
     }
 

@@ -27,19 +27,25 @@ from .checkpoint import (
     check_config,
     check_tensors,
 )
-from .configs import LONG, VIDEO2, architecture, contradiction, count, named, resolution_config
-from .files import parse_json, read_json, readable
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
-from .keys import (
+from .configs import (
     BASE_BLOCK,
     HOLDERS,
+    LONG,
+    VIDEO2,
     VIDEO_TENSORS,
     WRAPPERS,
     Origin,
+    architecture,
     autoencoder_origins,
+    contradiction,
+    count,
     is_adapter,
+    named,
+    resolution_config,
     transformer_origins,
 )
+from .files import parse_json, read_json, readable
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .pickled import EMA
 from .schemas import MOST_CELLS
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoints.fingerprint import digest_json
+from ..runtime.accelerator import without_collection
 from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
 from ..runtime.checks import FileRange
-from ..runtime.libraries import without_collection
 from ..runtime.text import get_logger
 from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset

@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from ..checkpoints.keys import ROWS
+from ..checkpoints.configs import ROWS
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
 from ..runtime.checks import RENAME, check_number, check_text, read_user_file
