@@ -118,15 +118,3 @@ def test_generate_says_what_it_waits_for_and_what_machines_warn_of(cluster, chec
     said = capsys.readouterr().err
     assert "connecting to the cluster" in said and "1 worker starting on 1 machine with 1 GPU" in said
     assert re.search(rf"\({node.node_id[:6]}\): .*tokens were cut", caplog.text)
-
-
-def test_devices_of_this_machine_are_refused_beside_a_cluster(checkpoint, capsys):
-    words = ["generate", "a circle", "--checkpoint", str(checkpoint), "--devices", "cpu", "--cluster", "auto"]
-    assert main(words) == 1
-    assert "devices: got devices of this machine with --cluster" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("share", [("--gpus", "2"), ("--gpus-per-worker", "0.5"), ("--resource", "big")])
-def test_a_share_is_of_a_cluster(checkpoint, capsys, share):
-    assert main(["generate", "a circle", "--checkpoint", str(checkpoint), *share]) == 1
-    assert "it is only for a cluster; add --cluster" in capsys.readouterr().err

@@ -205,8 +205,9 @@ def test_a_driver_that_is_stopped_for_a_while_loses_no_actor(cluster, checkpoint
     assert "lost" not in said and set(re.findall(r"actor (\d+)\): ", said)) == {"1", "2"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("decoded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("decoded", [True, False])
 def test_an_image_with_nan_fails_alone(cluster, checkpoint, decoded):
     """One of the encoded prompts has NaN. Its images are in chunks with the images of other prompts."""
     add_node(cluster)
@@ -344,8 +345,3 @@ def test_an_address_where_nobody_answers_is_named(checkpoint):
     drawn = generate_on_cluster(prepare(workload, checkpoint, SETTINGS), ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConnectionError, match="cluster: nobody answers at 127.0.0.1:1 "):
         next(drawn)
-
-
-def test_a_shared_folder_is_for_a_cluster(tmp_path, checkpoint, capsys):
-    assert main(["batch", "prompts.txt", "--checkpoint", str(checkpoint), "--out-shared"]) == 1
-    assert "out-shared: it is for machines of a cluster; add --cluster" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from sana_core.batch.pipeline import SamplingSettings, prepare
 from sana_core.batch.plan import LARGEST_CHUNK, Workload, batch_images
 from sana_core.checkpoints import find_part
 from sana_core.checkpoints.configs import architecture
-from sana_core.cluster.batch import make_job
 from sana_core.engine import body
 from sana_core.engine.local import generate_local
 from sana_core.memory import GUIDED, MOST_PASSES, Passes, transformer_bytes
@@ -111,9 +110,3 @@ def test_devices_are_asked_with_the_prompts_of_the_workload(checkpoint, monkeypa
     request = prepare(workload, checkpoint, SamplingSettings(64, 64, steps=1), ["cpu"])
     assert len(list(generate_local(request))) == prompts
     assert asked == [prompts]
-
-
-def test_machines_of_a_cluster_are_told_the_number_of_prompts(checkpoint):
-    workload = Workload(["a", "b"], batch_images(2, 3, 0))
-    job = make_job(prepare(workload, checkpoint, SamplingSettings(64, 64, steps=1)))
-    assert body.unpack_job(job.pack()).prompts == 2

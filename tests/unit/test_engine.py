@@ -112,12 +112,13 @@ def generate(checkpoint, devices, **options):
 OPTIONS = {
     "plain": {},
     "chunks of 2": {"chunk": 2},
-    "one chunk": {"chunk": 6},
-    "euler": {"sampler": "flow_euler"},
-    "PAG": {"pag_scale": 2.0, "pag_blocks": "1"},
-    "guidance interval": {"guidance_interval": (0.2, 0.8)},
-    "negative prompt": {"negative_prompt": "dark"},
-    "latents": {"latents": torch.randn(6, 32, 2, 2, generator=torch.Generator().manual_seed(3))},
+    "one chunk": {"chunk": 6, "guidance_interval": (0.2, 0.8)},
+    "euler, negative prompt": {"sampler": "flow_euler", "negative_prompt": "dark"},
+    "PAG, latents": {
+        "pag_scale": 2.0,
+        "pag_blocks": "1",
+        "latents": torch.randn(6, 32, 2, 2, generator=torch.Generator().manual_seed(3)),
+    },
     "bfloat16": {"dtype": "bfloat16"},
 }
 

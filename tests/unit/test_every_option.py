@@ -408,30 +408,3 @@ def said(capsys, *words):
 def test_a_video_refuses_a_second_prompt_and_a_second_device(capsys, tmp_path, words):
     _, error = said(capsys, "generate", "a", *words, "--checkpoint", tmp_path, "--out", "clip.mp4", "--frames", 9)
     assert "it is for images, expected one video of one prompt" in error
-
-
-@pytest.mark.parametrize(
-    "command, words, message",
-    [
-        ("decode", ["--method", "whole", "--max-gb", "1"], "max-gb: got it with method whole"),
-        ("decode", ["--method", "tiles", "--max-gb", "1"], "max-gb: got it with method tiles"),
-        ("train", ["--plan", "--wandb"], "wandb: got it with plan"),
-        ("train", ["--card", "8", "--tensorboard"], "tensorboard: got it with plan"),
-        ("train", ["--cards", "2"], "cards: it is for a plan"),
-        ("generate", ["--gpus", "2"], "gpus: it is only for a cluster"),
-        ("generate", ["--resource", "a"], "resource: it is only for a cluster"),
-        ("generate", ["--best", "1"], "best: got only a part of best, of and scorer"),
-        ("generate", ["--pag-blocks", "1"], "pag_blocks: got blocks without a pag_scale"),
-        ("generate", ["--split", "--devices", "cpu", "cpu", "--chunk", "2"], "chunk: got 2 with split"),
-        ("generate", ["--split", "--devices", "cpu", "cpu", "--compile"], "compiled: got true with split"),
-        ("batch", ["--out-shared"], "out-shared: it is for machines of a cluster"),
-        ("batch", ["--pag-blocks", "1"], "pag_blocks: got blocks without a pag_scale"),
-    ],
-)
-def test_options_of_another_mode_are_refused(capsys, checkpoint, tmp_path, command, words, message):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle")
-    first = {"decode": "latents.safetensors", "train": "run.toml", "generate": "a red circle", "batch": prompts}
-    out = [] if command == "train" else ["--checkpoint", checkpoint, "--out", tmp_path / "out"]
-    _, error = said(capsys, command, first[command], *out, *words)
-    assert error.startswith(message), error

@@ -125,24 +125,6 @@ def test_the_error_names_the_file_of_the_user(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe"])
-@pytest.mark.parametrize("name", ["generate", "decode"])
-def test_overwrite_replaces_only_files(tmp_path, kind, name):
-    save_file({"latents": torch.zeros(1, 32, 1, 1)}, tmp_path / "latents.safetensors")
-    words = ["generate", "a red circle", "--width", 32, "--height", 32, "--steps", 1, "--out", "."]
-    if name == "decode":
-        words = ["decode", "latents.safetensors", "--out", "00000_0.png"]
-    if kind == "folder":
-        (tmp_path / "00000_0.png").mkdir()
-    else:
-        os.mkfifo(tmp_path / "00000_0.png")
-    process = command(*words, "--checkpoint", TINY, "--overwrite", cwd=tmp_path)
-    said = process.communicate()[1]
-    assert process.returncode == 1
-    assert said == "out: 00000_0.png is a folder, pipe or device, expected a file; choose another name\n"
-    assert not (tmp_path / "00000_0.png").is_file()
-
-
 @pytest.mark.parametrize("kind", ["file", "folder", "link that leads nowhere"])
 def test_a_name_that_is_taken_while_writing_stays_on_a_disk_without_hard_links(tmp_path, monkeypatch, kind):
     def refuse(path, part):

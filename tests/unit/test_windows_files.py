@@ -88,15 +88,6 @@ def test_a_folder_without_rights_is_an_error_at_once():
     assert len(calls) == 1
 
 
-def test_a_training_run_keeps_its_states_while_a_scanner_opens_its_files(make, out, scanned):  # noqa: F811
-    failures = scanned(2)
-    trainer.train(make(keep=1))
-    assert [step for step, _ in find_states(out)] == [4]
-    assert (out / "x.safetensors").is_file()
-    assert not list(out.rglob("*.part"))
-    assert failures["rename"] >= 2
-
-
 @pytest.fixture
 def hurried(monkeypatch):
     """Nobody waits long for a file."""
