@@ -91,6 +91,7 @@ def test_a_batch_whose_decoder_overflows_names_its_images(host):
         host.run(graph)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_wrong_value_is_a_bare_error(host, step):
     every = list(cases())
