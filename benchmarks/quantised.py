@@ -54,7 +54,7 @@ def velocities_in_bf16(file: Path, cells: int) -> torch.Tensor:
 
 def velocities(patcher: Any, cells: int) -> torch.Tensor:
     """Return the velocities of the MODEL for noise and a random prompt at SIGMAS."""
-    model, prompts = patcher.model, pack("nodes.host.sampling.prompts")
+    model, prompts = patcher.model, pack("nodes.host.sampling.model")
     x, context = inputs(model.diffusion_model.config.caption_channels, cells)
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, TOKENS), keep=False)])
     sigmas = torch.tensor(SIGMAS)

@@ -1,29 +1,8 @@
-"""The nodes, one capability a file."""
+"""The nodes. A file has the nodes that give the same type of output."""
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import (
-    batch,
-    controlnet,
-    custom_sampling,
-    decode,
-    doctor,
-    edit,
-    guidance,
-    latent,
-    loader,
-    lora,
-    model_switch,
-    plan,
-    prompt_list,
-    replacements,
-    sampler,
-    scorer,
-    split,
-    text,
-    training,
-    video,
-)
+from . import computer, decode, latent, loader, model, replacements, sampler, text, training
 
 
 class SanaExtension(ComfyExtension):
@@ -31,14 +10,12 @@ class SanaExtension(ComfyExtension):
         await replacements.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        loading = (loader, model_switch, lora, controlnet)
-        inference = (text, prompt_list, latent, video, guidance, split, sampler, batch, custom_sampling, decode, scorer)
-        modules = (*loading, *inference, edit, training, plan, doctor)
+        modules = (loader, text, latent, model, sampler, decode, training, computer)
         return [node for module in modules for node in module.NODES]
 
 
 async def comfy_entrypoint() -> SanaExtension:
-    from .host.compat.internals import check_host
+    from .host.compat import check_host
 
     check_host()
     # After the check, because it needs a ComfyUI of today.

@@ -1,4 +1,4 @@
-"""Model files to MODEL, CLIP and VAE."""
+"""Files to MODEL, CLIP, VAE, CONTROL_NET and LoRA, and the choice of the demo model."""
 
 from inspect import cleandoc
 
@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..sana_core.model.known_models import SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
-from ..sana_core.runtime.checks import check_name
+from ..sana_core.runtime.checks import check_name, check_number
 from .host.folders import MODELS, file_paths, find_file, list_files, list_models, model_path, model_paths
 
 
@@ -76,8 +76,7 @@ def load_whole(
     from ..sana_core.checkpoints.load import config_of
     from ..sana_core.model.known_models import edits_images
     from ..sana_core.video.generate import check_vae
-    from .host.loading.clip import load_clip
-    from .host.loading.edit_clip import load_edit_clip
+    from .host.loading.clip import load_clip, load_edit_clip
     from .host.loading.load_model import load_model
     from .host.loading.vae import load_vae
     from .host.report import shown
@@ -321,4 +320,170 @@ class SanaNodesVAELoader(FileNode, io.ComfyNode):
         return io.NodeOutput(load_vae(checkpoint), ui=shown("\n".join(notes)))
 
 
-NODES = [SanaNodesLoader, SanaNodesModelLoader, SanaNodesTextEncoderLoader, SanaNodesVAELoader]
+CONNECTED = "the loaders' files"
+
+
+class SanaNodesModelSwitch(io.ComfyNode):
+    """
+    Chooses which model a workflow uses: the one of its loaders, or the demo model of the pack.
+
+    The demo model needs no download and generates simple scenes on any computer. What you do not choose is not loaded.
+    """
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaNodesModelSwitch",
+            display_name="SANA Model Switch",
+            category="SANA/loaders",
+            has_intermediate_output=True,
+            description=cleandoc(cls.__doc__),
+            search_aliases=["try without download", "bundled model", "demo model", "choose model"],
+            inputs=[
+                io.Combo.Input(
+                    "use",
+                    options=[CONNECTED, *MODELS],
+                    tooltip="The connected loaders, or the demo model, which needs no download.",
+                ),
+                io.Model.Input(
+                    "model", lazy=True, optional=True, tooltip="From SANA Load Diffusion Model, or any SANA model."
+                ),
+                io.Clip.Input("clip", lazy=True, optional=True, tooltip="From SANA Load Text Encoder."),
+                io.Vae.Input("vae", lazy=True, optional=True, tooltip="From SANA Load VAE."),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
+                io.Clip.Output(tooltip="For SANA Text Encode or CLIP Text Encode."),
+                io.Vae.Output(tooltip="For SANA Decode, VAE Decode, VAE Encode."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, use: str | None = CONNECTED):
+        choices = [CONNECTED, *MODELS]
+        # ComfyUI passes None for a link, whose value is checked when the node runs.
+        is_known = use is None or use in choices
+        return is_known or f"use: got {use!r:.40}, expected one of {', '.join(choices)}"
+
+    @classmethod
+    def fingerprint_inputs(cls, use: str | None = CONNECTED, **inputs) -> str:
+        from .host.file_stats import file_stat, linked_file_stat
+
+        # ComfyUI passes None for a link.
+        if use is None:
+            return linked_file_stat(MODELS.values)
+        return file_stat(lambda: model_path(use)) if use in MODELS else ""
+
+    @classmethod
+    def check_lazy_status(cls, use: str, **links) -> list[str]:
+        check_name("use", use, (CONNECTED, *MODELS))
+        return [] if use in MODELS else [name for name, value in links.items() if value is None]
+
+    @classmethod
+    def execute(cls, use: str, model=None, clip=None, vae=None) -> io.NodeOutput:
+        check_name("use", use, (CONNECTED, *MODELS))
+        if use not in MODELS:
+            from .host.links import check_links
+
+            check_links(model=model, clip=clip, vae=vae)
+            return io.NodeOutput(model, clip, vae)
+        return load_whole(use)
+
+
+LARGEST_STRENGTH = 100.0
+
+
+class SanaNodesLoraLoader(FileNode, io.ComfyNode):
+    """
+    Puts a LoRA on a SANA model and says how much of it fits. Chain several for several LoRAs.
+
+    It reads the files of diffusers and PEFT, kohya, OneTrainer, SimpleTuner and ComfyUI. ComfyUI's own LoRA loaders
+    work too, but do not say so when nothing fits.
+    """
+
+    field, kind = "lora_name", "loras"
+
+    @classmethod
+    def define_schema(cls):
+        strength = {"default": 1.0, "min": -LARGEST_STRENGTH, "max": LARGEST_STRENGTH, "step": 0.01}
+        return io.Schema(
+            node_id="SanaNodesLoraLoader",
+            display_name="SANA Load LoRA",
+            category="SANA/loaders",
+            has_intermediate_output=True,
+            description=cleandoc(cls.__doc__),
+            search_aliases=["sana lora", "apply lora", "peft"],
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL of a SANA loader, or of another SANA Load LoRA."),
+                cls.file_input(),
+                io.Float.Input("strength_model", **strength, tooltip="0 changes nothing; negative values are allowed."),
+                io.Clip.Input("clip", optional=True, tooltip="For a LoRA that was trained on the text encoder too."),
+                io.Float.Input("strength_clip", **strength, optional=True, tooltip="The strength on the text encoder."),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="The model with the LoRA."),
+                io.Clip.Output(tooltip="The text encoder with the LoRA, where one was connected."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, lora_name: str, strength_model: float, clip=None, strength_clip: float = 1.0
+    ) -> io.NodeOutput:
+        from .host.links import check_links
+        from .host.loading.load_model import apply_lora
+        from .host.report import shown
+
+        check_links(model=model)
+        if clip is not None:
+            check_links(clip=clip)
+        for field, value in (("strength_model", strength_model), ("strength_clip", strength_clip)):
+            check_number(field, value, -LARGEST_STRENGTH, LARGEST_STRENGTH)
+        model, clip, *lines = apply_lora(model, clip, cls.find(lora_name), strength_model, strength_clip)
+        return io.NodeOutput(model, clip, ui=shown(*lines))
+
+
+class SanaNodesControlNetLoader(FileNode, io.ComfyNode):
+    """
+    Loads a SANA ControlNet, in diffusers' or NVIDIA's layout, for ComfyUI's Apply ControlNet.
+
+    Connect SANA's VAE to Apply ControlNet too. The released ControlNet reads HED edges, which packs of ControlNet
+    preprocessors make.
+    """
+
+    field, kind = "control_net_name", "controlnet"
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SanaNodesControlNetLoader",
+            display_name="SANA Load ControlNet",
+            category="SANA/loaders",
+            has_intermediate_output=True,
+            description=cleandoc(cls.__doc__),
+            search_aliases=["sana control net", "sana hed"],
+            inputs=[
+                cls.file_input(),
+                reference_input(),
+            ],
+            outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, with SANA's VAE.")],
+        )
+
+    @classmethod
+    def execute(cls, control_net_name: str, reference: str = AUTO) -> io.NodeOutput:
+        from .host.loading.controlnet import load_controlnet
+        from .host.report import shown
+
+        control, text = load_controlnet(cls.find(control_net_name), reference)
+        return io.NodeOutput(control, ui=shown(text))
+
+
+NODES = [
+    SanaNodesLoader,
+    SanaNodesModelLoader,
+    SanaNodesTextEncoderLoader,
+    SanaNodesVAELoader,
+    SanaNodesModelSwitch,
+    SanaNodesLoraLoader,
+    SanaNodesControlNetLoader,
+]

@@ -61,7 +61,7 @@ OUTPUTS = {"SanaResolutionSelect": 2}
 
 async def register() -> None:
     """Register the replacements. ComfyUI replaces a node only if its pack is not installed."""
-    from .host.compat.old_prompts import replace_in_prompts
+    from .host.compat import replace_in_prompts
 
     replace_in_prompts({old: (new, inputs) for old, (new, _, inputs) in REPLACEMENTS.items()})
     api = ComfyAPI()

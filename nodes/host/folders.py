@@ -22,7 +22,7 @@ from ...sana_core.cluster.connection import ClusterSettings
 from ...sana_core.errors import InputError, InUseError, MissingFileError, SanaError
 from ...sana_core.model.known_models import DEMO_MODEL, DEMO_MODEL_LISTED
 from ...sana_core.runtime.text import brief, get_logger, one_line
-from .compat.internals import survive_deleted_folders
+from .compat import survive_deleted_folders
 
 logger = get_logger(__name__)
 

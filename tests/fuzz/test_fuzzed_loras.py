@@ -52,7 +52,8 @@ def models(loaded, host):
 def lora(host):
     """The pack's module that puts LoRA on models."""
     return import_module(
-        "..nodes.host.loading.lora", host.nodes.NODE_CLASS_MAPPINGS["SanaNodesLoraLoader"].__module__.rpartition(".")[0]
+        "..nodes.host.loading.load_model",
+        host.nodes.NODE_CLASS_MAPPINGS["SanaNodesLoraLoader"].__module__.rpartition(".")[0],
     )
 
 

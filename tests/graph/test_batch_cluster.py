@@ -94,7 +94,7 @@ def test_a_folder_or_a_pipe_in_its_place_is_broken_too(host, operators_file, cap
 @pytest.fixture
 def failing_images(monkeypatch, operators_file):
     """A function of seeds: the cluster, which is not there, has failed at the images with these seeds."""
-    canvas, plan = pack("nodes.host.batch.cluster"), pack("sana_core.batch.plan")
+    canvas, plan = pack("nodes.host.batch.run"), pack("sana_core.batch.plan")
 
     def build(*seeds):
         def results(*arguments):

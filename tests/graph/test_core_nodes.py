@@ -257,7 +257,7 @@ def test_taesana_previews_where_its_file_is(host, base_graph, checkpoint, monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     torch.manual_seed(0)
-    decoder = pack("nodes.host.sampling.preview").taesana_decoder()
+    decoder = pack("nodes.host.sampling.latents").taesana_decoder()
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     # a checkpoint without colours of its own has the latents that TAESANA reads

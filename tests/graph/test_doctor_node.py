@@ -52,7 +52,7 @@ def test_the_report_has_the_server_its_files_and_what_a_pack_has_replaced(host, 
 def test_it_checks_again_only_after_a_change_or_if_asked(host, install, monkeypatch):
     runs = []
     monkeypatch.setattr(
-        pack("nodes.host.doctor"), "examine_host", lambda files: (str(len(runs)), "", runs.append(1) or "")
+        pack("nodes.host.computer"), "examine_host", lambda files: (str(len(runs)), "", runs.append(1) or "")
     )
     for files in (False, True):
         host.run({"doctor": ("SanaNodesDoctor", {"files": files})}, keep_cache=files)

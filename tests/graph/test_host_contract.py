@@ -12,16 +12,16 @@ CALLS = {
     "comfy.controlnet.ControlNet.deepclone_multigpu": ("load_device autoregister", "controlnet.py"),
     "comfy.controlnet.ControlNet.get_control": ("x_noisy t cond batched_number transformer_options", "controlnet.py"),
     "comfy.controlnet.ControlNet.pre_run": ("model percent_to_timestep_function", "controlnet.py"),
-    "comfy.conds.CONDRegular.can_concat": ("other", "prompts.py"),
-    "comfy.conds.CONDRegular.concat": ("others", "prompts.py"),
-    "comfy.conds.CONDRegular.process_cond": ("batch_size", "prompts.py"),
-    "comfy.conds.CONDRegular.size": ("", "prompts.py"),
+    "comfy.conds.CONDRegular.can_concat": ("other", "model.py"),
+    "comfy.conds.CONDRegular.concat": ("others", "model.py"),
+    "comfy.conds.CONDRegular.process_cond": ("batch_size", "model.py"),
+    "comfy.conds.CONDRegular.size": ("", "model.py"),
     "comfy.float.stochastic_rounding": ("value dtype seed", "job.py"),
-    "comfy.lora.calculate_weight": ("patches weight key", "adapters.py, job.py"),
-    "comfy.lora.load_lora": ("lora to_load log_missing", "adapters.py"),
-    "comfy.lora.model_lora_keys_clip": ("model key_map", "lora.py"),
+    "comfy.lora.calculate_weight": ("patches weight key", "load_model.py, job.py"),
+    "comfy.lora.load_lora": ("lora to_load log_missing", "load_model.py"),
+    "comfy.lora.model_lora_keys_clip": ("model key_map", "load_model.py"),
     "comfy.lora.model_lora_keys_unet": ("model key_map", "compat.py (add_lora_names)"),
-    "comfy.model_base.BaseModel.process_latent_out": ("latent", "results.py"),
+    "comfy.model_base.BaseModel.process_latent_out": ("latent", "run.py"),
     "comfy.model_management.archive_model_dtypes": ("model", "weights.py, vae.py"),
     "comfy.model_management.cast_to_device": ("tensor device dtype copy", "job.py"),
     "comfy.model_management.cuda_device_context": ("device", "devices.py"),
@@ -40,8 +40,8 @@ CALLS = {
     "comfy.model_management.unet_manual_cast": ("weight_dtype inference_device supported_dtypes", "load_model.py"),
     "comfy.model_prefetch.make_prefetch_queue": ("queue device transformer_options", "compat.py (prefetched_blocks)"),
     "comfy.model_prefetch.prefetch_queue_pop": ("queue device module", "compat.py (prefetched_blocks)"),
-    "comfy.model_patcher.ModelPatcher._load_list": ("for_dynamic", "layers.py (LookupPatcher)"),
-    "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "layers.py, vae.py"),
+    "comfy.model_patcher.ModelPatcher._load_list": ("for_dynamic", "weights.py (LookupPatcher)"),
+    "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "weights.py, vae.py"),
     "comfy.model_patcher.ModelPatcher.clone": ("model_override", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "replicas.py"),
     "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "replicas.py"),
@@ -50,23 +50,23 @@ CALLS = {
     "comfy.model_patcher.ModelPatcher.pre_run": ("", "split.py"),
     "comfy.sampler_helpers.get_models_from_cond": ("cond model_type", "split.py (additional_models)"),
     "comfy.samplers.CFGGuider.outer_sample": ("noise", "split.py"),
-    "comfy.ops.cast_bias_weight": ("s input dtype offloadable", "layers.py"),
+    "comfy.ops.cast_bias_weight": ("s input dtype offloadable", "weights.py"),
     "comfy.ops.mixed_precision_ops": ("quant_config compute_dtype full_precision_mm", "clip.py"),
     "comfy.ops.pick_operations": (
         "weight_dtype compute_dtype load_device fp8_optimizations model_config",
         "load_model.py",
     ),
-    "comfy.ops.run_every_op": ("", "layers.py"),
-    "comfy.ops.uncast_bias_weight": ("s weight bias offload_stream", "layers.py"),
+    "comfy.ops.run_every_op": ("", "weights.py"),
+    "comfy.ops.uncast_bias_weight": ("s weight bias offload_stream", "weights.py"),
     "comfy.samplers.KSAMPLER.sample": (
         "model_wrap sigmas extra_args callback noise latent_image denoise_mask disable_pbar",
-        "sampling.py",
+        "sampler.py",
     ),
     "comfy.samplers.calc_cond_batch": ("model conds x_in timestep model_options", "guidance.py"),
     "comfy.sd.VAE": ("sd device dtype", "compat.py (empty_vae)"),
     "comfy.supported_models_base.ClipTarget": ("tokenizer clip", "clip.py"),
-    "comfy.taesd.taesd.Block": ("n_in n_out", "preview.py"),
-    "comfy.taesd.taesd.conv": ("n_in n_out", "preview.py"),
+    "comfy.taesd.taesd.Block": ("n_in n_out", "latents.py"),
+    "comfy.taesd.taesd.conv": ("n_in n_out", "latents.py"),
     "comfy.text_encoders.llama.BaseGenerate.sample_token": (
         "logits temperature top_k top_p min_p repetition_penalty token_history generator",
         "clip.py (token_sampler)",
@@ -74,27 +74,27 @@ CALLS = {
     "comfy.sd.VAE.spacial_compression_encode": ("", "controlnet.py (encode_hints)"),
     "comfy.utils.common_upscale": ("samples width height upscale_method crop", "controlnet.py (encode_hints)"),
     "comfy.utils.convert_old_quants": ("state_dict model_prefix metadata", "weights.py"),
-    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "training_view.py, results.py"),
-    "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, preview.py"),
+    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "view.py, run.py"),
+    "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, latents.py"),
     "comfy.utils.string_to_seed": ("data", "job.py"),
     "folder_paths.cached_filename_list_": ("folder_name", "compat.py (survive_deleted_folders)"),
     "folder_paths.get_input_subfolders": ("", "folders.py"),
-    "latent_preview.get_previewer": ("device latent_format", "devices.py, results.py"),
+    "latent_preview.get_previewer": ("device latent_format", "devices.py, run.py"),
     "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "devices.py"),
-    "server.PromptServer.add_on_prompt_handler": ("handler", "old_prompts.py"),
+    "server.PromptServer.add_on_prompt_handler": ("handler", "compat.py"),
 }
 # names that are no functions
 NAMES = {
     "comfy.model_sampling.CONST.noise_scaling": "model.py (check_flow)",
-    "comfy.model_sampling.ModelSamplingFlux": "sampling.py (model_shift)",
-    "comfy.ops.CastWeightBiasOp.comfy_cast_weights": "layers.py",
-    "comfy.ops.CastWeightBiasOp.weight_function": "layers.py",
-    "comfy.ops.disable_weight_init.Linear": "layers.py, clip.py",
-    "comfy.ops.fp8_ops.Linear.forward_comfy_cast_weights": "layers.py",
-    "comfy.ops.manual_cast.Conv2d": "layers.py, clip.py",
-    "comfy.patcher_extension.CallbacksMP.ON_LOAD": "layers.py, vae.py",
+    "comfy.model_sampling.ModelSamplingFlux": "sampler.py (model_shift)",
+    "comfy.ops.CastWeightBiasOp.comfy_cast_weights": "weights.py",
+    "comfy.ops.CastWeightBiasOp.weight_function": "weights.py",
+    "comfy.ops.disable_weight_init.Linear": "weights.py, clip.py",
+    "comfy.ops.fp8_ops.Linear.forward_comfy_cast_weights": "weights.py",
+    "comfy.ops.manual_cast.Conv2d": "weights.py, clip.py",
+    "comfy.patcher_extension.CallbacksMP.ON_LOAD": "weights.py, vae.py",
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py",
-    "comfy.model_patcher.LowVramPatch": "compat/internals.py (is_half_unloaded)",
+    "comfy.model_patcher.LowVramPatch": "compat.py (is_half_unloaded)",
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
     "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
@@ -139,31 +139,27 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     import comfy.model_patcher
     from fake_cuda import pack
 
-    cpu, compat = torch.device("cpu"), pack("nodes.host.compat.internals")
+    cpu, compat = torch.device("cpu"), pack("nodes.host.compat")
     patcher = comfy.model_patcher.ModelPatcher(torch.nn.Module(), cpu, cpu)
     held = {name for name, value in vars(patcher).items() if isinstance(value, dict | list | set)}
     gone = compat.PATCHES - held
-    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCHES in nodes/host/compat/internals.py"
+    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCHES in nodes/host/compat.py"
     new = held - compat.PATCHES - compat.STATE
-    assert not new, (
-        f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat/internals.py"
-    )
-    assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat/internals.py"
-    assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat/internals.py"
-    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/sampling/replicas.py"
+    assert not new, f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat.py"
+    assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat.py"
+    assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat.py"
+    assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/sampling/split.py"
     for name in ("hook_backup", "load_device", "offload_device", "parent", "patches", "patches_uuid"):
-        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/sampling/replicas.py"
+        assert hasattr(patcher, name), f"ComfyUI's ModelPatcher has no {name}; see nodes/host/sampling/split.py"
 
 
 def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, checkpoint):
     from fake_cuda import pack
 
     cpu = torch.device("cpu")
-    empty = pack("nodes.host.compat.internals").empty_vae(cpu, torch.float32)
+    empty = pack("nodes.host.compat").empty_vae(cpu, torch.float32)
     weights = {name for name, _ in empty.first_stage_model.named_parameters()}
-    assert weights == {"pixel_space_vae"}, (
-        f"the pixel-space VAE has {weights}: see empty_vae in nodes/host/compat/internals.py"
-    )
+    assert weights == {"pixel_space_vae"}, f"the pixel-space VAE has {weights}: see empty_vae in nodes/host/compat.py"
     ours = pack("nodes.host.loading.vae").load_vae(checkpoint)
     new = vars(ours).keys() - vars(empty).keys()
     assert not new, f"ComfyUI's VAE has no {new} any more; nodes/host/loading/vae.py sets it in vain"
@@ -177,7 +173,7 @@ def test_a_vae_has_what_ours_sets_and_nothing_of_the_pixel_space_is_left(host, c
 
 
 def test_a_load_calls_back_with_what_we_read(host):
-    """`load_rest` in nodes/host/loading/layers.py takes these, in this order."""
+    """`load_rest` in nodes/host/loading/weights.py takes these, in this order."""
     import comfy.model_patcher
     from comfy.patcher_extension import CallbacksMP
 
@@ -196,16 +192,16 @@ def check_model(model):
     from fake_cuda import pack
 
     job = pack("nodes.host.batch.job")
-    job.check_patches(model, job.CLUSTER)
+    job.check_patches(model, job.CLUSTER_READER)
 
 
 def test_an_unknown_kind_of_patch_is_named_and_does_not_go_to_a_cluster(host, checkpoint):
     from comfy.patcher_extension import CallbacksMP
     from fake_cuda import pack
 
-    compat, patches = pack("nodes.host.compat.internals"), pack("nodes.host.compat.patches")
+    compat = pack("nodes.host.compat")
     model = pack("nodes.host.loading.load_model").load_model(checkpoint)
-    our_kinds = {patches.KEEP, patches.CORE_NODES}
+    our_kinds = {compat.KEEP, compat.CORE_NODES}
     assert compat.patches_of(model) == our_kinds
     model.frobnications = {}
     assert compat.patches_of(model) == our_kinds

@@ -74,7 +74,7 @@ def state_of(size, name):
 def guided_velocity(patcher, side=32):
     """What the MODEL makes of two prompts and a latent of `side` cells."""
     model = patcher.model
-    prompts = pack("nodes.host.sampling.prompts")
+    prompts = pack("nodes.host.sampling.model")
     dtype = model.get_dtype_inference()
     embeds = torch.empty(1, 300, 2304, device=CARD)
     mask = torch.ones(1, 300, device=CARD)
@@ -342,7 +342,7 @@ def test_a_picture_is_the_same_in_every_state(host, base_graph, monkeypatch, sho
     expected = host.run(base_graph())
     casts = []
     monkeypatch.setattr(
-        pack("nodes.host.loading.layers").CastLayer,
+        pack("nodes.host.loading.weights").CastLayer,
         "is_ready",
         lambda layer, device: casts.append(type(layer).__name__),
     )

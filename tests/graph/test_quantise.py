@@ -40,7 +40,7 @@ def velocity(patcher, sampled=True):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 32, 4, 4, generator=generator)
     context = torch.randn(1, 7, model.diffusion_model.config.caption_channels, generator=generator)
-    prompts = pack("nodes.host.sampling.prompts")
+    prompts = pack("nodes.host.sampling.model")
     prompt = prompts.PromptBatch([prompts.Prompt("positive", context, torch.ones(1, 7), keep=False)])
     with torch.inference_mode():
         out = model.apply_model(x, torch.tensor([0.7]), c_crossattn=context, prompt=prompt if sampled else None)
@@ -153,7 +153,7 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
     patched = []
     for patcher in patchers:
         generator = torch.Generator().manual_seed(0)
-        adapter = pack("nodes.host.loading.lora").comfy.lora.load_lora
+        adapter = pack("nodes.host.loading.load_model").comfy.lora.load_lora
         tensors = {
             f"{LAYER}.lora_up.weight": torch.randn(160, 4, generator=generator),
             f"{LAYER}.lora_down.weight": torch.randn(4, 160, generator=generator),
@@ -174,7 +174,7 @@ def test_a_lora_on_a_quantised_model_is_that_lora(load, form, state):
 
 
 def test_a_whole_difference_fits_the_quantised_convolution(load, tmp_path):
-    apply_lora = pack("nodes.host.loading.lora").apply_lora
+    apply_lora = pack("nodes.host.loading.load_model").apply_lora
     difference = torch.randn(160, 400, 1, 1, generator=torch.Generator().manual_seed(1))
     name = f"diffusion_model.{FORWARD}.weight"
     weights = []
@@ -294,7 +294,7 @@ def test_a_quantised_file_is_not_quantised_again(load, tmp_path):
 def test_a_cluster_refuses_what_it_would_draw_otherwise(load):
     job = pack("nodes.host.batch.job")
     with pytest.raises(ValueError, match="choose weight_dtype default or without fast, and quantise off"):
-        job.check_patches(load("int8"), job.CLUSTER)
+        job.check_patches(load("int8"), job.CLUSTER_READER)
 
 
 def test_other_devices_load_the_same_format(load):

@@ -152,7 +152,7 @@ def test_a_second_model_of_a_split_image_is_computed_without_the_first_ones_repl
 
 def test_each_input_of_the_cached_prompts_is_part_of_their_key(host, second):
     """Exchange one input after another. The result is the same as without a cache."""
-    prompts = pack("nodes.host.sampling.prompts")
+    prompts = pack("nodes.host.sampling.model")
     perturbed = pack("sana_core.sampling.guidance").PerturbedAttention
     attention, further = perturbed(3.0, frozenset({1})), perturbed(3.0, frozenset({0, 1}))
     # Layers that cast their weights take inputs of any dtype.

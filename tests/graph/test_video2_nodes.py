@@ -340,7 +340,7 @@ def test_the_released_sizes_run_on_a_card(host, monkeypatch, tmp_path, state):
     file = layouts.sparse(transformer, tmp_path / "video.safetensors")
     with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
         patcher = load_model(patched, file)
-        prompts = pack("nodes.host.sampling.prompts")
+        prompts = pack("nodes.host.sampling.model")
         prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
         x, mask = torch.empty(2, 128, 3, 4, 6, device=CARD), torch.ones(2, 128, 3, 4, 6, device=CARD)
         context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())

@@ -228,7 +228,7 @@ def test_a_video_is_the_same_in_every_state_of_memory(host, build, monkeypatch, 
     expected = host.run(build(**OURS))["latent"]["samples"]
     casts = []
     monkeypatch.setattr(
-        pack("nodes.host.loading.layers").CastLayer,
+        pack("nodes.host.loading.weights").CastLayer,
         "is_ready",
         lambda layer, device: casts.append(type(layer).__name__),
     )
@@ -247,7 +247,7 @@ def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, na
     file = layouts.sparse(undivided, tmp_path / "video.safetensors")
     with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
         patcher = load_model(patched, file)
-        prompts = pack("nodes.host.sampling.prompts")
+        prompts = pack("nodes.host.sampling.model")
         prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
         x = torch.empty(2, channels, 3, 4 * patch, 6 * patch, device=CARD)
         mask, sigma = torch.ones(2, channels, 3, 4 * patch, 6 * patch, device=CARD), torch.empty(2, device=CARD)

@@ -256,7 +256,7 @@ def test_the_documents_name_the_lowest_versions_that_are_declared():
 
 def oldest_host():
     """The oldest ComfyUI version that the pack accepts."""
-    source = (ROOT / "nodes" / "host" / "compat" / "internals.py").read_text()
+    source = (ROOT / "nodes" / "host" / "compat.py").read_text()
     return ast.literal_eval(re.search(r"^OLDEST = (.+)$", source, re.M)[1])
 
 

@@ -28,7 +28,7 @@ from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.accelerator import is_driver_error
 from ....sana_core.runtime.cancellation import Poll, Polled
 from ....sana_core.runtime.text import get_logger
-from ..compat.patches import SPLIT
+from ..compat import SPLIT
 from ..folders import TWO_WORKERS
 from ..loading.controlnet import SanaControlNet, control_on
 from ..loading.vae import SanaAutoencoder, decode_loaded, load_for_decode

@@ -23,14 +23,22 @@ from ....sana_core.model.forward import longest_prompt
 from ....sana_core.model.known_models import MAX_TOKENS, SPRINT, edits_images, model_of
 from ....sana_core.model.latents import DOWNSCALE, LARGEST_BATCH
 from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory, release_memory_of
-from ..compat.internals import check_files, loaded_from, path_of
-from ..compat.patches import IMAGE_GUIDANCE, INSTRUCTION, INTERVAL, PERTURBED, WEIGHTS, staying
+from ..compat import (
+    IMAGE_GUIDANCE,
+    INSTRUCTION,
+    INTERVAL,
+    PERTURBED,
+    WEIGHTS,
+    check_files,
+    loaded_from,
+    path_of,
+    staying,
+)
 from ..loading.controlnet import SanaControlNet, encode_hints
 from ..loading.vae import check_image_vae, vae_path
 from ..sampling.core_nodes import ENCODED
 from ..sampling.guidance import IMAGES, require_images
-from ..sampling.model import check_prompt_width
-from ..sampling.prompts import Prompt
+from ..sampling.model import Prompt, check_prompt_width
 from ..sampling.sampler import model_shift, sana_latents
 
 if TYPE_CHECKING:
@@ -110,8 +118,8 @@ class Reader(NamedTuple):
     remedy: str
 
 
-PROCESS = Reader("another process", "remove it to generate on all devices")
-CLUSTER = Reader("a cluster", "remove it, or choose all in devices")
+PROCESS_READER = Reader("another process", "remove it to generate on all devices")
+CLUSTER_READER = Reader("a cluster", "remove it, or choose all in devices")
 
 
 def encode_batch_hints(batch: BatchInputs) -> dict[int, torch.Tensor]:
@@ -250,7 +258,7 @@ def edited_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, float] | N
     record = model_of(model.diffusion_model.config)
     if not record.architecture.edits:
         return None
-    if reader is CLUSTER:
+    if reader is CLUSTER_READER:
         raise InputError("model: got VIBE, which a cluster does not run, expected SANA; choose all in devices")
     ((_, positive),), ((_, negative),), noise = batch.positive, batch.negative, batch.latent["samples"]
     if not IMAGES & (positive.keys() | negative.keys()):

@@ -1,39 +1,212 @@
-"""Batches inside ComfyUI, on the devices of this machine or on a cluster."""
+"""Batches inside ComfyUI, on the devices of this machine or on the Ray cluster of the server's operator."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections import Counter
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.model_management
+import comfy.utils
+import latent_preview
 import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
+from server import PromptServer
 
-from ....sana_core.batch.plan import ImageSpec, Workload, samples_one_by_one
-from ....sana_core.engine.body import pack_texts
+from ....sana_core.batch.plan import (
+    FailedImage,
+    Generated,
+    ImageSpec,
+    Progress,
+    WorkerReport,
+    Workload,
+    samples_one_by_one,
+)
+from ....sana_core.checkpoints import inspect_checkpoint
+from ....sana_core.checkpoints.fingerprint import fingerprint
+from ....sana_core.cluster.batch import generate_with
+from ....sana_core.cluster.connection import ClusterSettings
+from ....sana_core.cluster.session import ClusterRun, Session
+from ....sana_core.engine.body import PREVIEW, pack_texts, unpack
 from ....sana_core.engine.local import ThreadWorker
 from ....sana_core.engine.loop import Run
 from ....sana_core.engine.process import kill_left_out, processes
-from ....sana_core.errors import SanaError
+from ....sana_core.errors import InputError, SanaError
 from ....sana_core.model.known_models import SPRINT
 from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.cancellation import LIMITS
-from ....sana_core.runtime.text import Json
-from ..bars import BLUE, Bar, draw_bars
-from ..compat.patches import unshared
-from ..folders import CLUSTER, one_gpu_note
-from ..report import Notes, show_on_running_node
+from ....sana_core.runtime.checks import check_finite
+from ....sana_core.runtime.text import Json, get_logger
+from ..compat import unshared
+from ..folders import CLUSTER, configured_cluster, one_gpu_note
+from ..report import (
+    BLUE,
+    Bar,
+    Notes,
+    draw_bars,
+    progress_under_running_node,
+    show_on_running_node,
+    status_under_running_node,
+)
 from ..sampling.core_nodes import unfit
 from ..sampling.sampler import SEED
-from .cluster import sample_on_cluster
 from .devices import CanvasBody, clear_device, find_devices, with_controls
-from .job import PROCESS, BatchInputs, check_batch, describe_job, encode_batch_hints, packed_weights
-from .results import Results, Row
+from .job import (
+    CLUSTER_READER,
+    PROCESS_READER,
+    BatchInputs,
+    changed_weights,
+    check_batch,
+    describe_job,
+    encode_batch_hints,
+    packed_weights,
+)
+
+if TYPE_CHECKING:
+    from ..report import Notes
+    from .job import BatchInputs
+
+logger = get_logger(__name__)
+
+# A row of a LATENT, and its IMAGE [H, W, 3]. The IMAGE is None without a VAE.
+Row = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Results:
+    """The finished images of `batch`. `total` is the length of the progress bar."""
+
+    def __init__(self, batch: BatchInputs, total: int) -> None:
+        self.model = batch.model.model
+        self.rows: dict[ImageSpec, Row] = {}
+        self.failures: dict[ImageSpec, str] = {}
+        self.bar = comfy.utils.ProgressBar(total)
+        self.previewer = latent_preview.get_previewer(torch.device("cpu"), self.model.latent_format)
+        # When the next preview may be shown.
+        self.next_preview = 0.0
+
+    def on_step(self, worker: object, step: int, sigma: float, preview: Any, images: list[int]) -> None:
+        """Show that a worker has computed a step of `images`. `preview` is an image, or packed latents."""
+        now = time.monotonic()
+        if preview is not None and now < self.next_preview:
+            preview = None
+        elif preview is not None:
+            if not isinstance(preview[0], str):
+                preview = self.preview(unpack(preview))
+            # A decoder of previews may be slow on the CPU. It gets a quarter of this thread's time.
+            self.next_preview = now + max(PREVIEW, 4 * (time.monotonic() - now))
+        self.advance(len(images), preview)
+
+    def preview(self, latents: torch.Tensor) -> tuple | None:
+        return self.previewer.decode_latent_to_preview_image("JPEG", latents) if self.previewer else None
+
+    def advance(self, count: int, preview: tuple | None) -> None:
+        self.bar.update_absolute(self.bar.current + count, None, preview)
+
+    def add(self, image: ImageSpec, content: Any) -> None:
+        """Add an image: a Row, a FailedImage, or the arrays of another process."""
+        if isinstance(content, FailedImage):
+            self.failures[image] = content.reason
+            return
+        latent, pixels = content
+        if isinstance(latent, torch.Tensor):
+            self.rows[image] = latent, pixels
+        else:
+            row = self.model.process_latent_out(torch.from_numpy(latent.copy()))
+            if pixels is not None:
+                # [3, H, W] in [-1, 1] becomes [H, W, 3] in [0, 1].
+                pixels = ((torch.from_numpy(pixels.copy()) + 1) / 2).movedim(0, -1)
+            self.rows[image] = row.to(comfy.model_management.intermediate_dtype()), pixels
+        try:
+            check_finite("samples", self.rows[image][0][None])
+            if pixels is not None:
+                check_finite("image", pixels[None])
+        except InputError as error:
+            self.failures[image] = str(error)
+
+    def finish(self, notes: Notes) -> dict[ImageSpec, Row]:
+        """Return the rows in the order of the images. An image that failed is black, and named in `notes`."""
+        texts = {
+            image: f"image {image.number + 1} (seed {image.seed}): {self.failures[image]}" for image in self.failures
+        }
+        good = [row for image, row in self.rows.items() if image not in texts]
+        if not good:
+            first = texts[min(texts)]
+            raise InputError(f"model: all {len(texts)} images failed ({first}); choose another weight_dtype or model")
+        if texts:
+            notes.add(f"{len(texts)} of {len(self.rows | texts)} images failed and are black; {texts[min(texts)]}")
+        for image in texts:
+            logger.warning("SANA Batch Sampler: %s", texts[image])
+            latent, pixels = self.rows.get(image, (torch.zeros_like(good[0][0]), None))
+            self.rows[image] = latent, None if good[0][1] is None else torch.zeros_like(good[0][1])
+        return dict(sorted(self.rows.items()))
+
+
+# The attribute of the PromptServer that has the session.
+SESSION = "sana_cluster_session"
+
+
+def require_cluster() -> ClusterSettings:
+    """Return the configured cluster."""
+    cluster = configured_cluster()
+    if cluster is None:
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    return cluster
+
+
+def session_on(cluster: ClusterSettings) -> Session:
+    """Return the session on `cluster`. It is an attribute of the server, because it outlives graphs."""
+    server = PromptServer.instance
+    session: Session | None = getattr(server, SESSION, None)
+    if session is not None and session.cluster != cluster:
+        session.leave()
+        session = None
+    if session is None or session.lost:
+        session = Session(cluster)
+        setattr(server, SESSION, session)
+    return session
+
+
+def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
+    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`."""
+    cluster, poll = require_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
+    job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER_READER)
+    files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))
+    # The first time, this reads the whole files.
+    weights = {path: fingerprint(inspect_checkpoint(path), lambda *progress: poll()) for path in files}
+    job = job._replace(weights=weights, previews=False)
+    workload = Workload(range(batch.prompts), batch.images, batch.chunk or None, encoded=encoded)
+    results, report, session = Results(batch, len(batch.images)), WorkerReport(), session_on(cluster)
+    progress, show = Progress(len(batch.images)), progress_under_running_node()
+    settings = job.settings
+    models = (job.transformer, job.autoencoder, repr(weights), job.resolution, settings.dtype, settings.reference)
+    key = (*models, batch.model.patches_uuid)
+
+    def changed() -> dict[str, torch.Tensor]:
+        # The workers end when MODEL is freed.
+        weakref.finalize(batch.model.model, session.forget, key)
+        return dict(changed_weights(batch.model))
+
+    def work(run: ClusterRun) -> Generator[Generated, None, None]:
+        return generate_with(run, job, workload, report)
+
+    with closing(session.run(key, changed, work, poll, status_under_running_node())) as generated:
+        for image, content in generated:
+            results.add(image, content)
+            latent = None if isinstance(content, FailedImage) else torch.from_numpy(content[0].copy())[None]
+            results.advance(1, None if latent is None else results.preview(latent))
+            progress.step()
+            show(progress.describe(len(report.ready)))
+    machines: Counter[str] = Counter()
+    for worker, number in report.finished.items():
+        machines[report.machines[worker]] += number
+    return results.finish(notes), machines
+
 
 # Pixels for the text behind the longest bar.
 TEXT_WIDTH = 360
@@ -100,7 +273,7 @@ def sample_on_devices(
     texts: dict[int | None, object] = dict.fromkeys([None, *range(batch.prompts)])
     if devices != [own_device]:
         try:
-            described, encoded = describe_job(batch, hints, PROCESS)
+            described, encoded = describe_job(batch, hints, PROCESS_READER)
             job = described.pack()
             texts = pack_texts(*encoded)
         except SanaError as error:

@@ -17,13 +17,12 @@ from ....sana_core.errors import InputError, without_folder
 from ....sana_core.model.controlnet import control_residuals
 from ....sana_core.model.forward import prepare
 from ....sana_core.model.reference import AUTO, model_timestep
-from ..compat.internals import remember_loader
+from ..compat import remember_loader
 from ..file_stats import Reloader
 from ..sampling.latents import latent_format
 from ..sampling.model import WHOLE_TIMESTEPS, timestep_scale
-from ..sampling.replicas import clone_patcher
-from .layers import keep_on_device
-from .weights import load_component
+from ..sampling.split import clone_patcher
+from .weights import keep_on_device, load_component
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,7 +17,7 @@ from ....sana_core.checkpoints.lora import reference_note
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import edits_images
 from ....sana_core.model.latents import DOWNSCALE
-from ..compat.patches import CORE_NODES
+from ..compat import CORE_NODES
 from ..report import Notes
 
 if TYPE_CHECKING:

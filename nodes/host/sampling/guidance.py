@@ -19,9 +19,8 @@ from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import SPRINT, edits_images, is_video, model_of
 from ....sana_core.model.reference import reference_of
 from ....sana_core.sampling.guidance import PerturbedAttention, image_shift, perturbed_attention
-from ..compat.patches import IMAGE_GUIDANCE, INTERVAL, PERTURBED, SHARED_MASK
-from .model import SanaModel
-from .prompts import Prompt, PromptCondition
+from ..compat import IMAGE_GUIDANCE, INTERVAL, PERTURBED, SHARED_MASK
+from .model import Prompt, PromptCondition, SanaModel
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

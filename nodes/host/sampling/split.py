@@ -3,17 +3,29 @@
 The node stores the other devices as an attachment of the MODEL. When sampling begins, each of them gets a replica of
 the MODEL with its current patches, and ComfyUI loads the replicas together with the MODEL. The model's forward finds
 the devices in transformer_options.
+
+A replica has the weights of a MODEL or a ControlNet once more, on another device:
+
+    module of the MODEL   cuda:0  <- the loader's ModelPatcher and its clones
+        | list
+    replica               cuda:1  <- a ModelPatcher with weights of its own, and clones of it with LoRAs and settings
+
+ComfyUI lists each loaded module with a weak reference to the ModelPatcher that loaded it. When that patcher dies, the
+entry continues with the patcher's `parent` and with the parent's device. So the parent of a clone here is the replica,
+which has the same weights and the same device, and the replica has no parent. The module of the MODEL holds its
+replicas. Later runs use them again, ComfyUI can unload them at any time, and they are freed together with the MODEL.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
-from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
+from comfy.patcher_extension import CallbacksMP, WrappersMP, add_wrapper_with_key
 
 from ....sana_core.errors import InputError, first_line
 from ....sana_core.model.forward import shard_velocity, velocity
@@ -22,18 +34,69 @@ from ....sana_core.runtime.accelerator import is_driver_error, is_out_of_memory,
 from ....sana_core.runtime.device_team import DeviceThreads
 from ....sana_core.runtime.text import get_logger
 from ....sana_core.split.generate import Split, relative_speeds
-from ..compat.patches import SPLIT, unshared
+from ..compat import SPLIT, is_half_unloaded, unshared
 from ..folders import TWO_WORKERS, one_gpu_note
 from .guidance import require_images
 from .model import image_pixels
-from .replicas import clone_patcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from comfy.model_patcher import ModelPatcher
 
-    from .prompts import PromptBatch
+    from .model import PromptBatch
+
+# The attribute of a module that holds its replicas, and the key of our callback in their clones.
+REPLICAS = "sana_replicas"
+
+
+def clone_patcher(base: ModelPatcher, device: torch.device, used_modules: Sequence[torch.nn.Module]) -> ModelPatcher:
+    """Return a clone of `base` on `device`, with its patches, but with weights that are not in `used_modules`.
+
+    An earlier run's replica is used again, unless an error has left it between loaded and unloaded. Otherwise the
+    weights are read from the file, in dtypes for `device`.
+    """
+    if not hasattr(base.model, REPLICAS):
+        setattr(base.model, REPLICAS, [])
+    replicas: list[ModelPatcher] = getattr(base.model, REPLICAS)
+    # Another thread may be loading the replica of another device, which looks half unloaded until it is loaded.
+    replicas[:] = [
+        replica for replica in replicas if replica.load_device != device or not is_half_unloaded(replica.model)
+    ]
+    for replica in replicas:
+        if replica.load_device == device and all(replica.model is not module for module in used_modules):
+            return with_weights_of(base, replica)
+    # The loader chooses dtypes for the current device. ComfyUI also unloads all weights of `base` from it.
+    current = torch.get_device_module(device).device(device) if device.index is not None else nullcontext()
+    with current:
+        replica = base.deepclone_multigpu(new_load_device=device)
+    replica.parent = None
+    if base.offload_device == base.load_device:
+        # With --highvram, unloaded weights stay on their device.
+        replica.offload_device = device
+    replicas.append(replica)
+    return with_weights_of(base, replica)
+
+
+def with_weights_of(patcher: ModelPatcher, replica: ModelPatcher) -> ModelPatcher:
+    """Return a clone of `patcher`, with its LoRAs and settings, but with the weights and the devices of `replica`."""
+    clone = patcher.clone(model_override=replica.get_clone_model_override())
+    clone.parent = replica
+    clone.load_device, clone.offload_device = replica.load_device, replica.offload_device
+    clone.hook_backup = replica.hook_backup
+    clone.remove_additional_models("multigpu")
+    clone.add_callback_with_key(CallbacksMP.ON_LOAD, REPLICAS, partial(remember_patches, replica))
+    return clone
+
+
+def remember_patches(replica: ModelPatcher, loaded: ModelPatcher, *_: object) -> None:
+    """Give `replica` the patches that `loaded` has merged into their weights.
+
+    ComfyUI may unload a part of the weights through the replica when `loaded` is gone. It then adds the replica's
+    patches to that part again, and a later clone with the same `patches_uuid` uses the weights as they are.
+    """
+    replica.patches, replica.patches_uuid = loaded.patches, loaded.patches_uuid
+
 
 logger = get_logger(__name__)
 

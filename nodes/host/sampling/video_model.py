@@ -23,8 +23,7 @@ from ....sana_core.video.latents import check_first, token_bytes, video_shape
 from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..loading.weights import config_tensor
 from .guidance import require_sana
-from .model import WHOLE_TIMESTEPS, SanaDiffusionModel, SanaModel
-from .prompts import PromptBatch
+from .model import WHOLE_TIMESTEPS, PromptBatch, SanaDiffusionModel, SanaModel
 
 if TYPE_CHECKING:
     import comfy.sd

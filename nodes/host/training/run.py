@@ -22,11 +22,10 @@ from ....sana_core.training.plan import Base, Plan, decide_checkpointing, fit_li
 from ....sana_core.training.settings import Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from ....sana_core.training.states import find_states, read_losses, read_run
 from ....sana_core.training.trainer import check_base, train
-from ..compat.internals import loaded_from, path_of
-from ..compat.patches import untrained
+from ..compat import loaded_from, path_of, untrained
 from ..loading.clip import SanaTokenizer
 from ..loading.controlnet import load_controlnet
-from ..loading.lora import apply_lora
+from ..loading.load_model import apply_lora
 from ..loading.vae import vae_path
 from ..sampling.guidance import require_images
 from .fields import FIELDS, LORA_ALONE, RunSettings, default_values, proposal_with_widgets, tables_of

@@ -1,11 +1,11 @@
-"""All uses of ComfyUI's internals, which a new version may rename or move.
+"""All patches of ComfyUI, and all uses of its internals, which a new version may rename or move.
 
 If something has moved, tests/graph/test_host_contract.py fails. It also lists the uses in other files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,14 @@ import folder_paths
 import torch
 from comfy import model_prefetch
 from comfy.model_patcher import LowVramPatch
+from comfy.patcher_extension import WrappersMP
+from server import PromptServer
 
-from ....sana_core.errors import VersionError
-from ....sana_core.model.text import checked_encode
+import nodes
+
+from ...sana_core.errors import VersionError
+from ...sana_core.model.known_models import SPRINT
+from ...sana_core.model.text import checked_encode
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -197,3 +202,70 @@ def patches_of(patcher: ModelPatcher) -> set[str]:
         if name not in PATCHES and name not in STATE and isinstance(value, dict | list | set | tuple) and value:
             names |= {name} if value != fresh.get(name) else set()
     return set(map(str, names))
+
+
+CORE_NODES = "sana_core_nodes"
+# VIBE's image guidance. Also a key of a conditioning, with its strength.
+IMAGE_GUIDANCE = "sana_image_guidance"
+# Key of a conditioning of VIBE's CLIP.
+INSTRUCTION = "sana_instruction"
+INTERVAL = "sana_guidance_interval"
+KEEP = "sana_keep_on_device"
+PERTURBED = "sana_perturbed_attention"
+SHARED_MASK = "sana_shared_mask"
+# Also a key of transformer_options, with the devices that share the model's calls. See split.py.
+SPLIT = "sana_split"
+
+# Prefix of the transformer's weights.
+WEIGHTS = "diffusion_model."
+
+# Patches of the loader. Training uses the same ones.
+LOADED = {CORE_NODES, KEEP, SHARED_MASK, SPRINT}
+# Patches of a MODEL with which a cluster can generate. It has the loader's patches, receives the settings of guidance
+# as attachments or with the image of an edit, and generates the same images without SANA Split Image and MultiGPU CFG
+# Split.
+TRAVELLING = LOADED | {IMAGE_GUIDANCE, INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
+
+
+def staying(model: ModelPatcher) -> set[str]:
+    """Return the patches of MODEL that cannot be sent to another machine: functions, unknown kinds, other weights."""
+    return (patches_of(model) - TRAVELLING) | {key for key in model.patches if not key.startswith(WEIGHTS)}
+
+
+def untrained(model: ModelPatcher) -> set[str]:
+    """Return the patches of MODEL that training does not use, because it loads the model from its file."""
+    return (patches_of(model) - LOADED) | ({"LoRA"} if model.patches else set())
+
+
+def unshared(model: ModelPatcher, conds: dict) -> set[str]:
+    """Return the patches that replace parts of this model's module, which the copies on other devices do not have."""
+    patches = {key for key in model.object_patches if key.startswith("diffusion_model")}
+    patches |= {key for key, functions in model.injections.items() if functions}
+    patches |= {"hooks"} if any("hooks" in cond for cond_list in conds.values() for cond in cond_list) else set()
+    return patches | {"torch.compile"} & set(model.wrappers.get(WrappersMP.APPLY_MODEL, {}))
+
+
+# The new node's id, and for each of its inputs a dict with new_id and either old_id or set_value.
+Replacement = tuple[str, list[dict[str, object]]]
+
+
+def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
+    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes."""
+
+    def is_old(node: object) -> bool:
+        # A client may send anything. The server refuses wrong nodes later.
+        if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
+            return False
+        kind = node.get("class_type")
+        return isinstance(kind, str) and kind in replacements and kind not in nodes.NODE_CLASS_MAPPINGS
+
+    def replace(request: dict) -> dict:
+        prompt = request.get("prompt")
+        for node in filter(is_old, prompt.values()) if isinstance(prompt, dict) else ():
+            node["class_type"], mapping = replacements[node["class_type"]]
+            old = node["inputs"]
+            node["inputs"] = {field["new_id"]: old[field["old_id"]] for field in mapping if field.get("old_id") in old}
+            node["inputs"] |= {field["new_id"]: field["set_value"] for field in mapping if "set_value" in field}
+        return request
+
+    PromptServer.instance.add_on_prompt_handler(replace)
