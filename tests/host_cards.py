@@ -38,6 +38,7 @@ def host_cards(
     # Imported before `pretend_cards`, which replaces its processes.
     pack("sana_core.engine.process")
     with pretend_cards(count, **cards) as pretended, empty_model_list(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "loaded", None)
         patch.setattr(management, "cpu_state", management.CPUState.GPU)
         patch.setattr(management, "vram_state", management.VRAMState[state])
         patch.setattr(management, "lowvram_available", True)

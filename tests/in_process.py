@@ -53,8 +53,14 @@ class NodeError(Exception):
     """A node of the graph failed with this message."""
 
 
+LOADERS = {f"SanaNodes{part}Loader" for part in ("", "Model", "TextEncoder", "VAE", "ControlNet", "Scorer")}
+
+
 class Host:
     """Runs graphs as ComfyUI's prompt worker does."""
+
+    # Results of LOADERS by ComfyUI's cache key, which `run` uses again. None: each graph loads its files.
+    loaded: dict | None = None
 
     def __init__(self, base):
         sys.path.insert(0, str(comfyui_path()))
@@ -88,7 +94,10 @@ class Host:
         self.models, self.output = base / "models", base / "output"
 
     def run(self, graph, keep_cache=False):
-        """Run `graph` {id: (class_type, inputs)}; return what its Catch nodes got. Raises NodeError."""
+        """Run `graph` {id: (class_type, inputs)}; return what its Catch nodes got. Raises NodeError.
+
+        `keep_cache`: nodes that have not changed since the last graph do not run again.
+        """
         prompt = {key: {"class_type": name, "inputs": inputs} for key, (name, inputs) in graph.items()}
         prompt_id = uuid.uuid4().hex
         valid, error, outputs, node_errors = self.loop.run_until_complete(
@@ -98,8 +107,14 @@ class Host:
             raise NodeError(f"{error} {node_errors}")
         if not keep_cache:
             self.executor.reset()
+        if self.loaded is not None:
+            self.executor.caches.outputs.cache.update(self.loaded)
         Catch.caught = {}
         self.loop.run_until_complete(self.executor.execute_async(prompt, prompt_id, {}, outputs))
+        if self.loaded is not None:
+            cache = self.executor.caches.outputs
+            keys = [cache.cache_key_set.get_data_key(key) for key, (kind, _) in graph.items() if kind in LOADERS]
+            self.loaded.update((key, cache.cache[key]) for key in keys if key in cache.cache)
         for event, data in self.executor.status_messages:
             if event == "execution_error":
                 raise NodeError(data["exception_message"].strip())

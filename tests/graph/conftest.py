@@ -11,6 +11,14 @@ from pictures import write_pictures
 from variants import SANA_1_5, SPRINT, make_variant
 
 
+@pytest.fixture(scope="module")
+def one_load(host):
+    """In a file of tests, loaders with the same inputs and files run once. All other nodes run in each graph."""
+    host.loaded = {}
+    yield
+    host.loaded = None
+
+
 @pytest.fixture
 def base_graph():
     """A function of overrides: the demo graph up to the sampler's LATENT, caught as "latent", and its picture."""
@@ -156,7 +164,7 @@ def watched(monkeypatch):
 
 
 @pytest.fixture
-def short_memory(monkeypatch):
+def short_memory(host, monkeypatch):
     """A function of ComfyUI's state of memory: for the steps there is enough, of weights some bytes alone fit.
 
     Layers take the others from elsewhere for each call, if only from the CPU itself.
@@ -165,6 +173,7 @@ def short_memory(monkeypatch):
 
     def use(state, fitting=200_000):
         room = management.minimum_inference_memory() + fitting
+        monkeypatch.setattr(host, "loaded", None)
         monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
         monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
         monkeypatch.setattr(management, "get_free_memory", lambda device=None, torch_free_too=False: room)

@@ -9,6 +9,8 @@ import torch
 from in_process import NodeError
 from loading import component, ksampler
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 @pytest.fixture
 def fails(host, base_graph):

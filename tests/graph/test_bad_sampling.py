@@ -8,6 +8,8 @@ import torch
 from in_process import NodeError
 from loading import ksampler, through
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def error(host, graph):
     with pytest.raises(NodeError) as caught:

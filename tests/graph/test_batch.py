@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def test_the_same_seed_gives_the_same_picture_twice(host, base_graph):
     first, again = host.run(base_graph())["image"], host.run(base_graph())["image"]

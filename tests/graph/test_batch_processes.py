@@ -17,7 +17,7 @@ from test_batch_sampler import TWO, batch_graph, with_lora  # noqa: F401
 from test_several_gpus import files  # noqa: F401
 
 # the same bits need the same threads
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("one_thread", "one_load"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture

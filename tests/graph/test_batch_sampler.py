@@ -10,7 +10,7 @@ from fake_cuda import pack
 from in_process import NodeError
 
 # the same bits need the same threads
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_load")
 
 PROMPTS = "a red circle on a blue background\na blue square on a white background"
 TWO = "cpu x 2"
@@ -154,6 +154,7 @@ def test_interrupt_is_heard_in_the_midst_of_a(host, batch_graph, monkeypatch, pl
 
     with monkeypatch.context() as patch:
         if place == "load":
+            patch.setattr(host, "loaded", None)
             patch.setattr(pack("nodes.host.loading.weights"), "component_tensors", work_for_long)
         elif place == "step":
             patch.setattr(pack("nodes.host.sampling.model").SanaDiffusionModel, "forward", work_for_long)

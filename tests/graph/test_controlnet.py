@@ -8,6 +8,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaControlNetPipeline
 from in_process import NodeError
 from loading import controlled, random_controlnet, through
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT = "a red circle on a blue background"
 
 

@@ -14,6 +14,8 @@ from variants import make_variant
 
 from sana_core.sampling.schedules import flow_dpm_sigmas
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def latent(host, graph, **options):
     return host.run(graph, **options)["latent"]["samples"]

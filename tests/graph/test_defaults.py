@@ -9,7 +9,7 @@ from expanded import WIDGETS, unfold
 from pictures import write_pictures
 from PIL import Image
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_load")
 # No default can know these files. Training for the default 500 steps takes too long.
 FILES = {
     "SanaNodesLoader": {"model": "sana-tiny"},

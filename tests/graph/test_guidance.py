@@ -16,6 +16,8 @@ from sana_core.sampling.guidance import PerturbedAttention, denoiser
 from sana_core.sampling.samplers import flow_dpm_sigmas, sample_flow_dpmpp_2m, sample_scm
 from sana_core.sampling.schedules import scm_sigmas, shift_sigmas
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT = "a red circle on a blue background"
 
 

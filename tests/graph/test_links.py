@@ -6,6 +6,8 @@ from in_process import NodeError
 from loading import controlled
 from setup import ROOT
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 # Values that a link of type * or the HTTP API may pass.
 WRONG = [0, None, "load", True, {}, {"samples": 3}, ["text"], object()]
 

@@ -6,6 +6,8 @@ import torch
 from in_process import NodeError
 from lora_dialects import DIALECTS, WRAPPED
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LINEAR = "transformer_blocks.2.attn2.to_q"
 CONV = "transformer_blocks.1.ff.conv_inverted"
 SHAPES = {LINEAR: (160, 160), CONV: (800, 160, 1, 1)}

@@ -8,6 +8,8 @@ import torch
 from in_process import NodeError
 from test_lora import CONV, LINEAR, ours, with_lora
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 NAME = f"diffusion_model.{LINEAR}"  # Its weight is [160, 160].
 CONV_NAME = f"diffusion_model.{CONV}"  # Its weight is [800, 160, 1, 1].
 

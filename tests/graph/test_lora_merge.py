@@ -17,6 +17,8 @@ from sana_core.checkpoints.lora import merge_loras
 from sana_core.errors import CheckpointError, InputError
 from sana_core.training.settings import Method
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LINEAR, CONV = "transformer_blocks.2.attn2.to_q", "transformer_blocks.1.ff.conv_inverted"
 SHAPES = {LINEAR: (160, 160), CONV: (800, 160, 1, 1)}
 WEIGHTS = "diffusion_model."

@@ -14,6 +14,8 @@ from noise import noise_like
 import sana_core
 from sana_core.model.known_models import DC_AE_SCALE
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT, NEGATIVE = "a red circle on a blue background", "a green square"
 STEPS, GUIDANCE, SHIFT, HEADS = 8, 4.5, 3.0, 5
 SCHEDULERS = {

@@ -9,6 +9,8 @@ from loading import ksampler, through
 from sana_core.model.reference import NVIDIA
 from sana_core.model.text import instruction_text
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT = "a red circle on a blue background"
 
 

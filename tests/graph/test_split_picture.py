@@ -8,6 +8,8 @@ from fake_cuda import pack
 from in_process import NodeError
 from loading import ksampler, through
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TWO = "cpu x 2"
 STEPS = 4
 

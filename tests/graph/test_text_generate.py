@@ -6,6 +6,8 @@ from fake_cuda import pack
 from in_process import NodeError
 from transformers import AutoTokenizer, Gemma2ForCausalLM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 SAMPLING = {
     "sampling_mode": "on",
     "sampling_mode.temperature": 0.7,

@@ -5,6 +5,8 @@ import torch
 
 import sana_core
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LONG = "red " * 10_000
 
 

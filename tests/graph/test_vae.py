@@ -10,6 +10,8 @@ from in_process import NodeError
 
 from sana_core.advice import answer, sold_gpu, usual_gpu
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LOAD = {"load": ("SanaNodesLoader", {"model": "sana-tiny"})}
 
 

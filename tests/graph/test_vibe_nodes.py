@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXT, STEPS, NAME = "make it winter", 4, "VIBE-Image-Edit"
 BOUND = 1e-4
 

@@ -18,6 +18,8 @@ from test_memory_states import load_model, state_of
 from sana_core.model.latents import noise_stream
 from sana_core.video.transformer import SanaVideo2Transformer3DModel
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT, NEGATIVE = "A red circle rolls away. motion score: 20.", "a chaotic sequence"
 SIDE, FRAMES, HEADS, LAYERS = 64, 9, 4, 8
 BOUND, STEPS_BOUND = 1e-5, 5e-5

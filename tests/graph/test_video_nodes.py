@@ -16,6 +16,8 @@ from loading import interrupted_steps, through
 from safetensors.torch import load_file, save_file
 from test_memory_states import load_model, state_of
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PROMPT, NEGATIVE = "A red circle rolls away. motion score: 30.", "a chaotic sequence"
 SIDE, FRAMES = 64, 9
 BOUND = 1e-5

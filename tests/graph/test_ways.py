@@ -8,7 +8,7 @@ from ways import CASES, HEIGHT, POSTERS, REFERENCES, SEED, WIDTH, as_image, batc
 from sana_core.runtime.image_files import levels
 
 # the same bits need the same threads
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_load")
 
 
 # Inputs of SamplerCustomAdvanced.

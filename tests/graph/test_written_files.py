@@ -22,6 +22,8 @@ import sana_core
 from sana_core.checkpoints.lora import merge_loras
 from sana_core.checkpoints.quantised import dequantised
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 PREFIXES = {
     "transformer": ("", "model.diffusion_model.", "module."),
     "text_encoder": ("", "model.", "text_encoders.gemma2_2b.transformer.model."),
