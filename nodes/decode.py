@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..sana_core.decode.plan import LARGEST_BUDGET, METHODS
 from ..sana_core.model.latents import LARGEST_BATCH
 from ..sana_core.runtime.checks import check_name, check_number, check_whole
-from .host.folders import list_scorers, scorer_path, scorer_paths
+from .host.folders import scorer_folders, scorer_path
 from .loader import FileNode
 
 DEVICES = ["one", "all"]
@@ -102,7 +102,7 @@ class SanaNodesScorerLoader(FileNode, io.ComfyNode):
 
     @classmethod
     def paths(cls):
-        return scorer_paths()
+        return scorer_folders().values()
 
     @classmethod
     def define_schema(cls):
@@ -115,7 +115,7 @@ class SanaNodesScorerLoader(FileNode, io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "scorer_name",
-                    options=list_scorers(),
+                    options=list(scorer_folders()),
                     tooltip="A folder in models/clip_vision. The bundled one works only for the demo model's subjects.",
                 ),
             ],

@@ -12,6 +12,17 @@ from .host.sampling.latents import empty_latent, image_or_model_size, size_text
 AUTO = "auto"
 
 
+def image_model(patcher):
+    """Return the SanaModel of a MODEL, or None if no MODEL is connected."""
+    from .host.links import check_links
+    from .host.sampling.guidance import require_images
+
+    if patcher is None:
+        return None
+    check_links(model=patcher)
+    return require_images(patcher.model)
+
+
 class SanaNodesEmptyLatent(io.ComfyNode):
     """
     Sets the size of the image, as an empty latent.
@@ -53,14 +64,9 @@ class SanaNodesEmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width: int, height: int, batch_size: int, model=None) -> io.NodeOutput:
-        from .host.links import check_links
         from .host.report import shown
-        from .host.sampling.guidance import require_images
 
-        base = None
-        if model is not None:
-            check_links(model=model)
-            base = require_images(model.model)
+        base = image_model(model)
         size = image_or_model_size(width, height, base)
         latent = empty_latent(*size, batch_size)
         return io.NodeOutput(latent, ui=shown(size_text(*size, base)))
@@ -106,13 +112,7 @@ class SanaNodesResolution(io.ComfyNode):
 
     @classmethod
     def execute(cls, size: str, ratio: str, model=None) -> io.NodeOutput:
-        from .host.links import check_links
-        from .host.sampling.guidance import require_images
-
-        base = None
-        if model is not None:
-            check_links(model=model)
-            base = require_images(model.model)
+        base = image_model(model)
         if size != AUTO:
             return io.NodeOutput(*image_size(read_size(size), ratio))
         return io.NodeOutput(*image_size(DEFAULT_RESOLUTION if base is None else base.resolution, ratio))

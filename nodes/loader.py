@@ -10,39 +10,6 @@ from ..sana_core.runtime.checks import check_name, check_number
 from .host.folders import MODELS, file_paths, find_file, list_files, list_models, model_path, model_paths
 
 
-def weight_dtype_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "weight_dtype",
-        options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
-        optional=True,
-        advanced=True,
-        tooltip="Leave at default, the precision of the file. To save VRAM, use quantise int8: it loses less than fp8.",
-    )
-
-
-def quantise_input() -> io.Combo.Input:
-    from .host.loading.quantise import choices
-
-    return io.Combo.Input(
-        "quantise",
-        options=choices(),
-        optional=True,
-        advanced=True,
-        tooltip="Quantise while loading: half the model's memory or less. int8 loses least, then fp8. Only formats "
-        "that work on this computer are listed.",
-    )
-
-
-def resolution_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "resolution",
-        options=[AUTO, *SIZES],
-        optional=True,
-        advanced=True,
-        tooltip="The size the model was trained at. Leave at auto unless the line under the node is wrong.",
-    )
-
-
 def reference_input() -> io.Combo.Input:
     return io.Combo.Input(
         "reference",
@@ -52,6 +19,38 @@ def reference_input() -> io.Combo.Input:
         tooltip="NVIDIA's code and diffusers give slightly different images from the same weights. Leave at auto: it "
         "follows the code the file was made for.",
     )
+
+
+def model_options() -> list[io.Combo.Input]:
+    """Return the optional inputs of the nodes that load a MODEL."""
+    from .host.loading.quantise import choices
+
+    return [
+        io.Combo.Input(
+            "weight_dtype",
+            options=["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+            optional=True,
+            advanced=True,
+            tooltip="Leave at default, the precision of the file. To save VRAM, use quantise int8: it loses less than "
+            "fp8.",
+        ),
+        io.Combo.Input(
+            "resolution",
+            options=[AUTO, *SIZES],
+            optional=True,
+            advanced=True,
+            tooltip="The size the model was trained at. Leave at auto unless the line under the node is wrong.",
+        ),
+        reference_input(),
+        io.Combo.Input(
+            "quantise",
+            options=choices(),
+            optional=True,
+            advanced=True,
+            tooltip="Quantise while loading: half the model's memory or less. int8 loses least, then fp8. Only formats "
+            "that work on this computer are listed.",
+        ),
+    ]
 
 
 def pixels(resolution: str) -> int | None:
@@ -170,10 +169,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
                     options=list_models(),
                     tooltip="A folder in models/diffusers, a file in models/checkpoints, or the demo model.",
                 ),
-                weight_dtype_input(),
-                resolution_input(),
-                reference_input(),
-                quantise_input(),
+                *model_options(),
             ],
             outputs=[
                 io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders."),
@@ -214,10 +210,7 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
             search_aliases=["sana unet", "sana transformer", "load sana model", "sana pth"],
             inputs=[
                 cls.file_input(),
-                weight_dtype_input(),
-                resolution_input(),
-                reference_input(),
-                quantise_input(),
+                *model_options(),
             ],
             outputs=[io.Model.Output(tooltip="For SANA Sampler, KSampler, LoRA loaders.")],
         )

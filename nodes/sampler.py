@@ -291,9 +291,6 @@ class SanaNodesBatchSampler(io.ComfyNode):
         return io.NodeOutput(latent, images, ui=shown(text))
 
 
-NAMES = list(SAMPLERS)
-
-
 class SanaNodesScheduler(io.ComfyNode):
     """
     The sigmas of SANA's schedules for SamplerCustomAdvanced, with the shift of the model.
@@ -313,7 +310,7 @@ class SanaNodesScheduler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "sampler",
-                    options=NAMES,
+                    options=list(SAMPLERS),
                     tooltip="Choose the same as in SANA Sampler Select; scm is for SANA-Sprint.",
                 ),
                 io.Int.Input("steps", default=20, min=1, max=LARGEST_STEPS, tooltip="Steps of the sampling."),
@@ -352,14 +349,7 @@ class SanaNodesSamplerSelect(io.ComfyNode):
             category="SANA",
             description=cleandoc(cls.__doc__),
             search_aliases=["flow dpm solver", "ksampler select sana", "scm"],
-            inputs=[
-                io.Combo.Input(
-                    "sampler",
-                    options=NAMES,
-                    tooltip="flow_dpmpp_2m is SANA's own. scm is only for SANA-Sprint, flow_dmd for SANA-Video 2.0's "
-                    "preview.",
-                )
-            ],
+            inputs=[sampler_input()],
             outputs=[io.Sampler.Output()],
         )
 

@@ -60,7 +60,13 @@ def draw_plan(
     image = as_image(draw_bars(sentence, bars, LEGEND, (gpu.usable, f"GPU: {gpu.usable / 1e9:.1f} GB usable")))
     lines = [sentence, "", *figures(gpu, plan, vae)]
     if gigabytes is None and device.type == "cpu":
-        lines.append(on_this_cpu(plan, vae))
+        size = plan["variant"], plan["width"], plan["height"], plan["batch"]
+        needed = plan_memory(*size, "float32", accelerator=False, vae=vae)["smallest"]
+        ram = comfy.model_management.get_total_memory(torch.device("cpu"))
+        lines.append(
+            f"This computer has no GPU. Its CPU computes in fp32, where the largest stage takes {needed / 1e9:.1f} GB "
+            f"of its {ram / 1e9:.1f} GB of RAM."
+        )
     return image, "\n".join(lines)
 
 
@@ -96,17 +102,6 @@ def figures(gpu: Gpu, plan: ImagePlan, vae: str) -> list[str]:
 
 def amount(stage: StagePlan) -> str:
     return f"{stage['weights'] / 1e9:.2f} + {stage['activations'] / 1e9:.2f} GB"
-
-
-def on_this_cpu(plan: ImagePlan, vae: str) -> str:
-    """Return a line about the same image on this computer's CPU."""
-    size = plan["variant"], plan["width"], plan["height"], plan["batch"]
-    needed = plan_memory(*size, "float32", accelerator=False, vae=vae)["smallest"]
-    memory = comfy.model_management.get_total_memory(torch.device("cpu"))
-    return (
-        f"This computer has no GPU. Its CPU computes in fp32, where the largest stage takes {needed / 1e9:.1f} GB "
-        f"of its {memory / 1e9:.1f} GB of RAM."
-    )
 
 
 SECTION = "ComfyUI"

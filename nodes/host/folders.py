@@ -198,23 +198,18 @@ def model_paths() -> list[Path]:
     return [*find_folders("diffusers").values(), *file_paths("checkpoints"), *MODELS.values()]
 
 
-def list_scorers() -> list[str]:
-    """Return the choices of SANA Load Scorer: model folders in models/clip_vision, and last the bundled one."""
-    return [*find_folders("clip_vision"), *BUNDLED["clip_vision"]]
-
-
-def scorer_paths() -> list[Path]:
-    """Return the paths that `scorer_path` can return."""
-    return [*find_folders("clip_vision").values(), *BUNDLED["clip_vision"].values()]
+def scorer_folders() -> dict[str, Path]:
+    """Return {choice of SANA Load Scorer: folder}: model folders in models/clip_vision, and last the bundled one."""
+    return find_folders("clip_vision") | BUNDLED["clip_vision"]
 
 
 def scorer_path(name: str) -> Path:
-    """Return the path of an entry of `list_scorers`."""
-    folders = find_folders("clip_vision") | BUNDLED["clip_vision"]
+    """Return the path of an entry of `scorer_folders`."""
+    folders = scorer_folders()
     listed = listed_name(name, folders)
     if listed is None:
         raise InputError(
-            f"scorer_name: got {name!r:.40}, expected one of {', '.join(list_scorers())}; put the whole folder of a "
+            f"scorer_name: got {name!r:.40}, expected one of {', '.join(folders)}; put the whole folder of a "
             "CLIP into models/clip_vision"
         )
     return folders[listed]
@@ -262,7 +257,12 @@ def list_devices() -> list[str]:
     """Return the choices of SANA Batch Sampler: all, default, GPUs or else the CPU as two workers, and the cluster."""
     devices = comfy.model_management.get_all_torch_devices()
     single = [TWO_WORKERS] if devices[0].type == "cpu" else [f"gpu:{i}" for i in range(len(devices))]
-    return ["all", "default", *single, *list_cluster()]
+    try:
+        cluster = [CLUSTER] if configured_cluster() is not None else []
+    except InputError:
+        # The reason is in the log. A broken file must not prevent ComfyUI from loading the nodes.
+        cluster = []
+    return ["all", "default", *single, *cluster]
 
 
 def one_gpu_note() -> str:
@@ -277,15 +277,6 @@ def one_gpu_note() -> str:
             "1 GPU is visible; if this computer has more, start ComfyUI with --cuda-device all --disable-pinned-memory"
         )
     return "1 GPU is visible"
-
-
-def list_cluster() -> list[str]:
-    """Return the cluster as a choice of devices, if the operator has configured it."""
-    try:
-        return [CLUSTER] if configured_cluster() is not None else []
-    except InputError:
-        # The reason is in the log. A broken file must not prevent ComfyUI from loading the nodes.
-        return []
 
 
 def configured_cluster() -> ClusterSettings | None:

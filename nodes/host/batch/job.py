@@ -158,7 +158,9 @@ def describe_job(
         dtype=str(model.model.get_dtype_inference()).removeprefix("torch."),
         reference=reference,
     )
-    path, is_changed = path_of(model), has_changed_weights(model)
+    # LoRAs and weights in eight bits.
+    is_changed = bool(model.patches) or any(weight.itemsize == 1 for weight in model.model.diffusion_model.parameters())
+    path = path_of(model)
     revision = [check_files(model), weight_dtype, str(model.patches_uuid) if is_changed else ""]
     autoencoder = decoder_dtype = None
     if batch.vae is not None:
@@ -250,10 +252,7 @@ def init_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, Packed | Non
 
 
 def edited_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, float] | None:
-    """Return the latents in the model's scale and the guidance of the image that VIBE edits. None: without an image.
-
-    Raises InputError for VIBE on a cluster, and if the two prompts have different images.
-    """
+    """Return the latents in the model's scale and the guidance of the image that VIBE edits. None: without an image."""
     model = batch.model.model
     record = model_of(model.diffusion_model.config)
     if not record.architecture.edits:
@@ -308,11 +307,6 @@ def describe_controls(batch: BatchInputs, hints: Mapping[int, torch.Tensor], rea
         )
         control = control.previous_controlnet
     return tuple(reversed(specs))
-
-
-def has_changed_weights(model: ModelPatcher) -> bool:
-    """Whether the transformer's weights have LoRAs, or eight bits."""
-    return bool(model.patches) or any(weight.itemsize == 1 for weight in model.model.diffusion_model.parameters())
 
 
 def changed_weights(model: ModelPatcher, device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -151,14 +151,6 @@ class Results:
 SESSION = "sana_cluster_session"
 
 
-def require_cluster() -> ClusterSettings:
-    """Return the configured cluster."""
-    cluster = configured_cluster()
-    if cluster is None:
-        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
-    return cluster
-
-
 def session_on(cluster: ClusterSettings) -> Session:
     """Return the session on `cluster`. It is an attribute of the server, because it outlives graphs."""
     server = PromptServer.instance
@@ -174,7 +166,9 @@ def session_on(cluster: ClusterSettings) -> Session:
 
 def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
     """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`."""
-    cluster, poll = require_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
+    cluster, poll = configured_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
+    if cluster is None:
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
     job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER_READER)
     files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))
     # The first time, this reads the whole files.

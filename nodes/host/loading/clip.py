@@ -109,7 +109,7 @@ def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> d
 
 
 def check_options(options: dict) -> None:
-    """Write under the node which `options` have no effect on Gemma 2. Raises InputError for images, video and audio."""
+    """Write under the node which `options` have no effect on Gemma 2."""
     for name, value in options.items():
         is_unset = value is None or (isinstance(value, (bool, str, list, tuple, dict)) and not value)
         if is_unset or name in HARMLESS:

@@ -137,7 +137,8 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
 
     `reference` is the implementation whose arithmetic it follows.
     """
-    reload = Reloader(load_patcher, path)
+    # The function that ComfyUI's deepclone_multigpu calls. Its option for dynamic VRAM is not used.
+    reload = Reloader(lambda *args, **ignored: load_controlnet(*args)[0].control_model_wrapped, path)
     checkpoint = follow(find_part(inspect_checkpoint(path), "controlnet"), reference)
     load_device = comfy.model_management.get_torch_device()
     supported = [torch.bfloat16, torch.float32]
@@ -160,8 +161,3 @@ def load_controlnet(path: Path, reference: str = AUTO) -> tuple[comfy.controlnet
     keep_on_device(control.control_model_wrapped)
     remember_loader(control.control_model_wrapped, reload, path, reference)
     return control, f"SANA ControlNet {checkpoint.variant}, {checkpoint.layout} layout, as {checkpoint.reference} does"
-
-
-def load_patcher(path: Path, reference: str, **ignored: object) -> ModelPatcher:
-    """Return the patcher of another copy of the weights. ComfyUI's deepclone_multigpu calls this."""
-    return load_controlnet(path, reference)[0].control_model_wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import comfy.ops
 import comfy.sd
 import comfy.supported_models_base
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
 
 from ....sana_core.checkpoints import Checkpoint, find_part, follow, inspect_checkpoint
@@ -31,9 +33,10 @@ from ....sana_core.checkpoints.lora import (
 )
 from ....sana_core.model.reference import AUTO, DIFFUSERS
 from ....sana_core.runtime.checks import check_name
-from ..compat import WEIGHTS, add_lora_names, remember_loader
+from ....sana_core.video.latents import token_bytes
+from ..compat import CORE_NODES, WEIGHTS, add_lora_names, remember_loader
 from ..file_stats import Reloader
-from ..sampling.core_nodes import fit_core_nodes
+from ..sampling.core_nodes import begin
 from ..sampling.guidance import add_image_guidance, follow_reference, refuse_unfit_samplers, require_sana
 from ..sampling.latents import latent_format
 from ..sampling.model import SanaDiffusionModel, SanaModel
@@ -41,7 +44,6 @@ from ..sampling.video_model import (
     SanaVideo2DiffusionModel,
     SanaVideoDiffusionModel,
     SanaVideoModel,
-    cell_bytes,
     video_format,
 )
 from .quantise import OFF, check_choice
@@ -63,11 +65,6 @@ class ReadAdapter(WeightAdapterBase):
     def calculate_weight(self, weight: torch.Tensor, key: str, strength: float, *args, **options):
         scale, parts, tensors = self.weights
         return weight.copy_(adapted(weight, Adapter(dict(zip(parts, tensors, strict=True)), scale), strength))
-
-
-def patch_of(adapter: Adapter) -> ReadAdapter:
-    """Return ComfyUI's patch of a parameter by `adapter`."""
-    return ReadAdapter(set(), (adapter.scale, tuple(adapter.parts), tuple(adapter.parts.values())))
 
 
 def model_keys(model: torch.nn.Module) -> dict[str, str]:
@@ -114,7 +111,10 @@ def apply_lora(
         names |= {written: key.removesuffix(".weight") for written, key in keys.items()}
         shapes |= shapes_of(clip.cond_stage_model)
     adapters, misfits, total = read_adapters(checkpoint, tensors, shapes, names)
-    patches = {name: patch_of(adapter) for name, adapter in adapters.items()}
+    patches = {
+        name: ReadAdapter(set(), (adapter.scale, tuple(adapter.parts), tuple(adapter.parts.values())))
+        for name, adapter in adapters.items()
+    }
     if not patches:
         raise misfit_error(checkpoint.name, total, misfits)
     report = f"{checkpoint.name}: {total - len(misfits)} of {total} layers fit"
@@ -160,7 +160,9 @@ class SanaConfig(comfy.supported_models_base.BASE):
         self.text = describe(part, resolution, form)
         # Bytes per token and per byte of dtype: three tensors of the feed-forward's width and ten of the inner width.
         hidden = hidden_width(part.headers)
-        cell = cell_bytes(embedding, hidden, VIDEO2 in part.headers) if part.is_video else 6 * hidden + 10 * inner
+        cell: float = 6 * hidden + 10 * inner
+        if part.is_video:
+            cell = token_bytes(inner, hidden, VIDEO2 in part.headers) / math.prod(embedding.shape[2:])
         self.memory_usage_factor = cell / (0.01 * 1024 * 1024)
 
 
@@ -236,7 +238,7 @@ def load_model(
     add_lora_names(model_keys)
     keep_on_device(patcher)
     refuse_unfit_samplers(patcher)
-    fit_core_nodes(patcher)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CORE_NODES, begin)
     # SANA-Video has a mask for each prompt, so it does not share one.
     if not part.is_video:
         follow_reference(patcher)

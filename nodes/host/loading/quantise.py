@@ -87,10 +87,7 @@ def linear_like(plain: torch.nn.Module, operations: type) -> torch.nn.Module:
 
 
 def fill_quantised(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Fill `layer`, a result of `linear_like`, with `tensors`: weight, scales, bias and format. Returns the layer.
-
-    Raises ComfyUI's errors for an unknown format.
-    """
+    """Fill `layer`, a result of `linear_like`, with `tensors`: weight, scales, bias and format. Returns the layer."""
     state = dict(tensors)
     for name in ("weight", "weight_scale"):
         # 1x1 convolutions have four dimensions.

@@ -6,8 +6,7 @@ The VAE of another model, whose decoder is ComfyUI's AutoencoderKL, is decoded e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import comfy.model_management
@@ -346,10 +345,7 @@ def has_group_norms(vae: comfy.sd.VAE) -> bool:
 def decode_exactly(
     vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str
 ) -> tuple[torch.Tensor, str]:
-    """Return the IMAGE of `samples` as VAE Decode computes it without tiles, and a report of the decode.
-
-    Raises InputError for latents of another model, for options of SANA's VAE alone, and for an image that does not fit.
-    """
+    """Return the IMAGE of `samples` as VAE Decode computes it without tiles, and a report of the decode."""
     if samples.ndim != 4 or samples.shape[1] != vae.latent_channels:
         raise InputError(
             f"samples: got latents of shape {list(samples.shape)}, expected {vae.latent_channels} channels; use the "
@@ -368,35 +364,26 @@ def decode_exactly(
         reports: list[Json] = []
         latents = samples.to(device=vae.device, dtype=vae.vae_dtype)
         max_bytes = int(budget_gb * 1e9) or BUDGET * free_memory(vae.device)
-        with exact_decoder(vae.first_stage_model.decoder, max_bytes, reports):
+        decoder, bar = vae.first_stage_model.decoder, comfy.utils.ProgressBar(1)
+
+        def forward(z: torch.Tensor, **ignored: object) -> torch.Tensor:
+            # All convolutions run in strips, so there is no number of strips of an image.
+            reports.append({"images": len(z), "strips": 0})
+            return decode_normed(
+                decoder,
+                z,
+                max_bytes,
+                BUDGET * manager.get_free_memory(torch.device("cpu")),
+                poll=manager.throw_exception_if_processing_interrupted,
+                progress=bar.update_absolute,
+                report=reports[-1],
+            )
+
+        # The VAE's own steps around its decoder stay as they are.
+        decoder.forward = forward
+        try:
             pixels = vae.first_stage_model.decode(latents)
+        finally:
+            del decoder.forward
         image = vae.process_output(pixels.to(vae.output_device, vae.vae_output_dtype())).movedim(1, -1)
     return image, report_text(reports, len(samples), vae.device)
-
-
-@contextmanager
-def exact_decoder(decoder: torch.nn.Module, max_bytes: float, reports: list[Json]) -> Iterator[None]:
-    """A context in which `decoder` decodes layer by layer in strips, and adds a report for each group of images.
-
-    The VAE's own steps around it stay as they are.
-    """
-    bar = comfy.utils.ProgressBar(1)
-
-    def forward(z: torch.Tensor, **ignored: object) -> torch.Tensor:
-        # All convolutions run in strips, so there is no number of strips of an image.
-        reports.append({"images": len(z), "strips": 0})
-        return decode_normed(
-            decoder,
-            z,
-            max_bytes,
-            BUDGET * comfy.model_management.get_free_memory(torch.device("cpu")),
-            poll=comfy.model_management.throw_exception_if_processing_interrupted,
-            progress=bar.update_absolute,
-            report=reports[-1],
-        )
-
-    decoder.forward = forward
-    try:
-        yield
-    finally:
-        del decoder.forward

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from comfy.hooks import EnumHookType
-from comfy.patcher_extension import WrappersMP
 
 from ....sana_core.checkpoints.lora import reference_note
 from ....sana_core.errors import InputError
 from ....sana_core.model.known_models import edits_images
 from ....sana_core.model.latents import DOWNSCALE
-from ..compat import CORE_NODES
 from ..report import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from comfy.model_patcher import ModelPatcher
 
 # Key in the transformer_options of a sampling: its Notes.
 NOTES = "sana_notes"
@@ -43,17 +39,9 @@ UNREAD = {
 }
 
 
-def fit_core_nodes(patcher: ModelPatcher) -> None:
-    """Wrap all samplings with `patcher`, in any node, with `begin`."""
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CORE_NODES, begin)
-
-
 def begin(executor, noise, latent_image, sampler, *args, **kwargs):
-    """Check and convert the settings of other nodes, then sample. ComfyUI calls this wrapper around a sampling.
-
-    Raises InputError for an area outside the image, for guidance that needs a patch which SANA does not run, and for a
-    plain value in place of a SAMPLER, which ComfyUI accepts over the API.
-    """
+    """Check and convert the settings of other nodes, then sample. ComfyUI calls this wrapper around a sampling."""
+    # Over the API, ComfyUI accepts a plain value in place of a SAMPLER.
     if not hasattr(sampler, "sample"):
         raise InputError(f"sampler: got {sampler!r:.40}, expected a SAMPLER; connect an output of that type")
     guider = executor.class_obj
@@ -169,10 +157,7 @@ def pack_of(value: object) -> str:
 
 
 def in_cells(field: str, cond: dict, size: torch.Size) -> dict:
-    """Return `cond` with its area converted to cells of SANA's latents. `size` is the size of the latents in cells.
-
-    Raises InputError for an area that begins outside the image, and for an area of a video.
-    """
+    """Return `cond` with its area converted to cells of SANA's latents. `size` is the size of the latents in cells."""
     area = cond.get("area")
     if area is not None and len(size) > 2:
         raise InputError(f"{field}: got an area, which SANA-Video does not have; remove Conditioning (Set Area)")

@@ -64,11 +64,7 @@ def is_perturbed(conds: list[dict] | None) -> bool:
 
 
 def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> ModelPatcher:
-    """Return a copy of `model` with perturbed-attention guidance, which replaces an earlier one.
-
-    Raises InputError for a MODEL that is not SANA's or is SANA-Sprint, a scale that is not from 0 to 100, and blocks
-    that the model does not have.
-    """
+    """Return a copy of `model` with perturbed-attention guidance, which replaces an earlier one."""
     attention = perturbed_attention(require_images(model.model).diffusion_model.config, scale, blocks)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, PERTURBED)
@@ -105,8 +101,7 @@ def perturb(conds: list[dict], attention: PerturbedAttention) -> list[dict]:
 def limit_guidance(model: ModelPatcher, start: float, end: float) -> ModelPatcher:
     """Return a copy of `model` that is guided only between `start` and `end`, which are shares of the sampling.
 
-    Outside this interval, the negative prompt is not computed, and a step takes half the time. Raises InputError for a
-    MODEL that is not SANA's.
+    Outside this interval, the negative prompt is not computed, and a step takes half the time.
     """
     require_sana(model.model)
     patched = model.clone()

@@ -59,7 +59,7 @@ def taesana_previewer(
     """Return a function that decodes the first of scaled latents [B, 32, h, w] to an image [1, 3, H, W] in [-1, 1].
 
     The image is not larger than ComfyUI's previews. If memory runs out, the function returns the image of `coarse`,
-    because a preview must not end the sampling. Raises CheckpointError if the file is not TAESANA's decoder.
+    because a preview must not end the sampling.
     """
     decoder = taesana_decoder().requires_grad_(False)
     try:
@@ -167,10 +167,7 @@ class SanaLatents(comfy.latent_formats.LatentFormat):
 
 
 def latent_format(checkpoint: Checkpoint) -> SanaLatents:
-    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any.
-
-    Raises CheckpointError for invalid preview colours.
-    """
+    """Return the format of a checkpoint: its VAE's scale, and its own preview colours if it has any."""
     file = checkpoint.path / "preview.json"
     if file.exists():
         return SanaLatents(
@@ -180,17 +177,14 @@ def latent_format(checkpoint: Checkpoint) -> SanaLatents:
 
 
 def empty_latent(width: int, height: int, batch_size: int) -> dict:
-    """Return a LATENT of zeros for images of `width` x `height` pixels. Raises InputError for other sizes."""
+    """Return a LATENT of zeros for images of `width` x `height` pixels."""
     device, dtype = comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype()
     samples = torch.zeros(latent_shape(width, height, batch_size), device=device, dtype=dtype)
     return {"samples": samples, "downscale_ratio_spacial": DOWNSCALE}
 
 
 def image_or_model_size(width: int, height: int, model: SanaModel | None) -> tuple[int, int]:
-    """Return (width, height) in pixels. If both are 0, it is the default size of the model, and 1024 without a model.
-
-    Raises InputError if one side alone is 0.
-    """
+    """Return (width, height) in pixels. If both are 0, they are the default size of the model, or 1024 without one."""
     if width != 0 and height != 0:
         return width, height
     if width != 0 or height != 0:

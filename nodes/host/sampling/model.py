@@ -242,7 +242,14 @@ class SanaModel(comfy.model_base.BaseModel):
 
     def check_control(self, control) -> None:
         """Raise InputError unless `control`, None or a chain of ControlNets, fits the model."""
-        check_controlnets(control, self.diffusion_model)
+        while control is not None:
+            model = getattr(control, "control_model", None)
+            if not isinstance(model, SanaControlNetModel):
+                raise InputError(
+                    f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
+                )
+            check_width(model, self.diffusion_model)
+            control = control.previous_controlnet
 
     @property
     def default_size(self) -> tuple[int, int]:
@@ -279,7 +286,13 @@ class SanaModel(comfy.model_base.BaseModel):
         out = super().extra_conds(**kwargs)
         check_flow(self.model_sampling)
         check_prompt_width(field, context, self.diffusion_model)
-        check_count(field, context, kwargs["noise"])
+        # ComfyUI repeats fewer prompts than images in turn, as in any batch.
+        prompts, images = len(context), len(kwargs["noise"])
+        if prompts > images:
+            raise InputError(
+                f"{field}: got {prompts} prompts for a batch of {images}, expected a batch_size of {prompts}; set it "
+                "so, or use SANA Batch Sampler"
+            )
         self.check_control(kwargs.get("control"))
         mask = kwargs.get("attention_mask")
         edits = edits_images(self.diffusion_model.config)
@@ -341,19 +354,6 @@ def check_flow(sampling) -> None:
         )
 
 
-def check_count(field: str, embeds: torch.Tensor, noise: torch.Tensor) -> None:
-    """Raise InputError for more prompts (rows of `embeds`) than images (rows of `noise`).
-
-    If there are fewer prompts than images, the prompts are repeated in turn, as in any batch of ComfyUI.
-    """
-    prompts, images = len(embeds), len(noise)
-    if prompts > images:
-        raise InputError(
-            f"{field}: got {prompts} prompts for a batch of {images}, expected a batch_size of {prompts}; set it so, "
-            "or use SANA Batch Sampler"
-        )
-
-
 def check_prompt_width(field: str, embeds: torch.Tensor, transformer: SanaTransformer2DModel) -> None:
     """Raise InputError unless `embeds` [P, T, C] have the width of the transformer's text encoder."""
     width = transformer.config.caption_channels
@@ -366,15 +366,3 @@ def check_prompt_width(field: str, embeds: torch.Tensor, transformer: SanaTransf
         raise InputError(
             f"{field}: got embeddings of width {embeds.shape[-1]}, expected {width}; use the text encoder of this model"
         )
-
-
-def check_controlnets(control, transformer: SanaTransformer2DModel) -> None:
-    """Raise InputError unless `control` and its chain are ControlNets of SANA with the width of `transformer`."""
-    while control is not None:
-        model = getattr(control, "control_model", None)
-        if not isinstance(model, SanaControlNetModel):
-            raise InputError(
-                f"control_net: got {type(model).__name__}, expected a SANA ControlNet; use SANA Load ControlNet"
-            )
-        check_width(model, transformer)
-        control = control.previous_controlnet

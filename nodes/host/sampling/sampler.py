@@ -84,28 +84,21 @@ class FlowSampler(comfy.samplers.KSAMPLER):
 
 
 def defaults_of(model: ModelPatcher, latent: dict) -> Defaults:
-    """Return the authors' sampling defaults for a model and a LATENT. Raises InputError for a MODEL of another kind."""
+    """Return the authors' sampling defaults for a model and a LATENT."""
     # SANA Video Latent keeps the first image by a mask.
     begins_with_image = latent.get("noise_mask") is not None
     return model_defaults(require_sana(model.model).diffusion_model.config, begins_with_image)
 
 
 def sampler_for(model: ModelPatcher, name: str, **settings: float) -> Sampler:
-    """Return the sampler `name`.
-
-    Raises InputError if it is unknown, if it or one of `settings` does not fit the MODEL, or if that is not SANA's.
-    """
+    """Return the sampler `name`. Raises InputError if it or one of `settings` does not fit the MODEL."""
     sampler = find_sampler(name)
     check_distilled(require_sana(model.model).diffusion_model.config, sampler=name, **settings)
     return sampler
 
 
 def schedule(model: ModelPatcher, name: str, steps: int, denoise: float = 1.0) -> torch.Tensor:
-    """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0.
-
-    Raises InputError for numbers out of range, as `sampler_for` does, and for a MODEL that has a ModelSampling of
-    another kind than flow matching.
-    """
+    """Return the sigmas of the sampler `name` with the model's shift, none for `denoise` 0."""
     check_steps(steps)
     sampler, reference = sampler_for(model, name, steps=steps), reference_of(model.model.diffusion_model)
     shift = model_shift(model.get_model_object("model_sampling"))
@@ -141,8 +134,7 @@ def sample(
 ) -> dict:
     """Return a LATENT of images sampled from `latent`; image k uses seed + k, or seed + its batch_index.
 
-    With scm, `negative` is not used. `callback` replaces the node's progress and preview. Raises InputError for a
-    LATENT or embeddings that are not SANA's.
+    With scm, `negative` is not used. `callback` replaces the node's progress and preview.
     """
     sampler = FlowSampler(sampling.sampler)
     guidance = sampler.sampler.effective_guidance(reference_of(model.model.diffusion_model), sampling.guidance)
@@ -175,10 +167,7 @@ def sample(
 
 
 def sana_latents(model: ModelPatcher, latent: dict) -> torch.Tensor:
-    """Return the latents of a LATENT. Empty latents of other models get the channels and cells of `model`.
-
-    Raises InputError for other latents, and for empty ones whose cells have an unknown size.
-    """
+    """Return the latents of a LATENT. Empty latents of other models get the channels and cells of `model`."""
     samples, ratio = latent["samples"], latent.get("downscale_ratio_spacial")
     # ComfyUI repeats the channels of empty latents, and adds frames. It can bring no other latents into this shape.
     if samples.is_nested or samples.ndim not in (4, 5) or 0 in samples.shape:

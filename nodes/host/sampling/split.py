@@ -107,7 +107,7 @@ WORTHWHILE = 2048 * 2048
 def sharing_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
     """Return the devices for `choice`, the device of the model first. It may be the only one of this machine.
 
-    Workflows come from other machines, so any name is accepted. Raises InputError if `choice` is not a string.
+    Workflows come from other machines, so any name is accepted.
     """
     if not isinstance(choice, str):
         raise InputError(f"devices: got {choice!r:.40}, expected a name; choose all")
@@ -120,10 +120,7 @@ def sharing_devices(model: ModelPatcher, choice: str) -> list[torch.device]:
 
 
 def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
-    """Return a copy of `model` that several devices compute together, and a text for the user about the devices.
-
-    Raises InputError for a MODEL that is not SANA's.
-    """
+    """Return a copy of `model` that several devices compute together, and a text for the user about the devices."""
     check_splittable("model", require_images(model.model).diffusion_model)
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SPLIT)
@@ -139,14 +136,14 @@ def split_model(model: ModelPatcher, choice: str) -> tuple[ModelPatcher, str]:
 
 
 def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
-    """Sample with replicas on the other devices. ComfyUI calls this wrapper around a sampling.
-
-    Raises InputError, before anything is loaded, for fewer rows than devices and for patches that replicas cannot have.
-    """
+    """Sample with replicas on the other devices. ComfyUI calls this wrapper around a sampling."""
     guider = executor.class_obj
     patcher = guider.model_patcher
     other_devices, threads = patcher.get_attachment(SPLIT)
-    refuse_unshared(patcher, guider.conds)
+    if names := ", ".join(sorted(unshared(patcher, guider.conds))):
+        raise InputError(
+            f"model: got a patch that devices cannot share an image with ({names}); remove it, or SANA Split Image"
+        )
     check_rows(noise.shape[2], len(other_devices) + 1)
     pixels = image_pixels(noise)
     if math.prod(pixels) < WORTHWHILE:
@@ -188,14 +185,6 @@ def share_sampling(executor, noise: torch.Tensor, *args, **kwargs):
     for replica in free:
         replica.pre_run()
     return executor(noise, *args, **kwargs)
-
-
-def refuse_unshared(model: ModelPatcher, conds: dict) -> None:
-    """Raise InputError for patches that replace parts of the model's module, which replicas cannot have."""
-    if names := ", ".join(sorted(unshared(model, conds))):
-        raise InputError(
-            f"model: got a patch that devices cannot share an image with ({names}); remove it, or SANA Split Image"
-        )
 
 
 class Group:

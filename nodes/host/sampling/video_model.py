@@ -19,7 +19,7 @@ from ....sana_core.model.latents import LARGEST_BATCH
 from ....sana_core.model.reference import model_timestep
 from ....sana_core.runtime.checks import check_whole
 from ....sana_core.video.forward import velocity
-from ....sana_core.video.latents import check_first, token_bytes, video_shape
+from ....sana_core.video.latents import check_first, video_shape
 from ....sana_core.video.transformer import SanaVideo2Transformer3DModel
 from ..loading.weights import config_tensor
 from .guidance import require_sana
@@ -27,8 +27,6 @@ from .model import WHOLE_TIMESTEPS, PromptBatch, SanaDiffusionModel, SanaModel
 
 if TYPE_CHECKING:
     import comfy.sd
-
-    from ....sana_core.checkpoints.headers import Header
 
 
 def middle_frame(latents: torch.Tensor) -> torch.Tensor:
@@ -43,11 +41,6 @@ def video_format(channels: int) -> comfy.latent_formats.LatentFormat:
     latents = wan() if channels == wan.latent_channels else ltx()
     latents.latent_rgb_factors_reshape = middle_frame
     return latents
-
-
-def cell_bytes(embedding: Header, hidden: int, is_video2: bool) -> float:
-    """Return the bytes of a forward per cell of the latents and byte of the dtype."""
-    return token_bytes(embedding.shape[0], hidden, is_video2) / math.prod(embedding.shape[2:])
 
 
 class SanaVideoDiffusionModel(SanaVideoTransformer3DModel):
@@ -154,8 +147,7 @@ def video_latent(
 ) -> dict:
     """Return a LATENT for `batch_size` videos of `size`, (width, height) in pixels, with that many `frames`.
 
-    With `first_image`, an IMAGE, and `vae`, the first frame is that image, and the noise mask keeps it. Raises
-    InputError for sizes that the model does not have, for another model's VAE, and for an image without a VAE.
+    With `first_image`, an IMAGE, and `vae`, the first frame is that image, and the noise mask keeps it.
     """
     check_whole("batch_size", batch_size, 1, LARGEST_BATCH)
     shape = video_shape(*size, frames, base.facts)
