@@ -56,7 +56,7 @@ def test_the_scheduler_gives_the_sigmas_with_the_shift_of_the_model(host, custom
     assert len(host.run(graph)["sigmas"]) == 0
 
 
-@pytest.mark.parametrize("sampler", ["flow_dpmpp_2m", "flow_euler", "flow_dpmpp_3m"])
+@pytest.mark.parametrize("sampler", ["flow_euler", "flow_dpmpp_3m"])
 def test_our_samplers_take_core_s_schedules(host, custom_graph, sampler):
     import comfy.samplers
 
@@ -310,7 +310,7 @@ def test_the_compile_node_of_core_draws_the_same(host, base_graph, checkpoint, r
     )
 
 
-@pytest.mark.parametrize("width, height", [(64, 64), (64, 128), (128, 64), (512, 512), (256, 128)])
+@pytest.mark.parametrize("width, height", [(64, 128), (512, 512)])
 def test_latent_upscale_assumes_cells_of_8_pixels(host, base_graph, width, height):
     """docs/core-nodes.md therefore tells users to enter a quarter of the pixels."""
     graph = base_graph(steps=1)
@@ -320,7 +320,7 @@ def test_latent_upscale_assumes_cells_of_8_pixels(host, base_graph, width, heigh
     assert host.run(graph)["latent"]["samples"].shape[2:] == (height // 8, width // 8)
 
 
-@pytest.mark.parametrize("width, height", [(64, 64), (128, 64), (64, 96), (120, 128), (128, 128)])
+@pytest.mark.parametrize("width, height", [(128, 64), (120, 128)])
 def test_latent_crop_assumes_cells_of_8_pixels(host, width, height):
     part = {"width": width, "height": height, "x": 0, "y": 0}
     graph = {

@@ -215,6 +215,8 @@ ROWS["TrainControlNet"] = (
 )
 # SANA Doctor looks through all model files.
 SLOW = {("Doctor", "files")}
+# SANA Train has these inputs too.
+SLOW |= {("TrainControlNet", name) for name in OTHER_TRAIN}
 # This input decides whether the node runs again. The report is the same.
 AGAIN = {("Doctor", "always")}
 CASES = [

@@ -32,20 +32,13 @@ def blocks(alpha, *shape, name=NAME):
 
 
 HADA = {"hada_w1_b": (4, 160), "hada_w2_a": (160, 4), "hada_w2_b": (4, 160)}
+# The weights of other kinds are compared in test_written_files.py.
 FITTING = {
     "lora": pair((4, 160), (160, 4)),
     "lora of a convolution": made(CONV_NAME, lora_A__weight=(4, 160, 1, 1), lora_B__weight=(800, 4, 1, 1)),
     "lora under diffusers' old names": made(NAME + "_lora", down__weight=(4, 160), up__weight=(160, 4)),
     "dora": {**pair((4, 160), (160, 4)), **made(NAME, dora_scale=(160, 1))},
-    "lokr": made(NAME, lokr_w1=(8, 16), lokr_w2=(20, 10)),
     "lokr of four": made(NAME, lokr_w1_a=(8, 2), lokr_w1_b=(2, 16), lokr_w2_a=(20, 2), lokr_w2_b=(2, 10)),
-    "loha": made(NAME, hada_w1_a=(160, 4), **HADA),
-    "glora": made(NAME, a1__weight=(160, 4), a2__weight=(4, 160), b1__weight=(160, 4), b2__weight=(4, 160)),
-    "oft": blocks(0.0, 10, 16, 16),
-    "oft with a limit": blocks(1e-3, 10, 16, 16),
-    "boft": blocks(1e-3, 2, 10, 16, 16),
-    "difference": made(NAME, diff=(160, 160)),
-    "weight": made(NAME, set_weight=(160, 160)),
     "its own shape": {**pair((4, 160), (160, 4)), f"{NAME}.reshape_weight": torch.tensor([160, 160])},
 }
 MISFITS = {

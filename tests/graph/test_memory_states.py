@@ -124,7 +124,7 @@ def test_each_mode_of_comfyui_s_memory_keeps_what_the_page_says(host, files, mon
     assert f"`{options}`" in (ROOT / "docs" / "memory.md").read_text() or not options
 
 
-@pytest.mark.parametrize("state", ["half fits", "dynamic VRAM"])
+@pytest.mark.parametrize("state", ["half fits", pytest.param("dynamic VRAM", marks=pytest.mark.slow)])
 def test_a_large_model_in_fp8_draws(host, files, monkeypatch, state):
     with fake_card(monkeypatch, **state_of(files["1.5-4.8B"].stat().st_size / 2, state)) as patch, no_numbers(patch):
         patcher = load_model(patch, files["1.5-4.8B"], weight_dtype="fp8_e4m3fn")

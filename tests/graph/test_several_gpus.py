@@ -129,7 +129,7 @@ class Compiled(torch.nn.Module):
         return self._orig_mod(*args, **options)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 def test_images_are_the_cpus(host, on_cpu, edges, monkeypatch, count):
     compiled = []
 
@@ -184,10 +184,11 @@ def test_nodes_set_to_all_gpus_say_that_one_is_visible(host, monkeypatch, caplog
         host.run(graph)
     lines = [line for message in caplog.messages for line in message.splitlines() if SHORT in line]
     assert sorted(lines) == sorted([note, note, f"one device, cuda:0, computes the image: {note}"])
-    caplog.clear()
-    with host_cards(host, 2):
-        host.run(graph)
-    assert SHORT not in caplog.text
+    if note == SHORT + REMEDY:
+        caplog.clear()
+        with host_cards(host, 2):
+            host.run(graph)
+        assert SHORT not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_images_in_every_state_of_memory(host, on_cpu, edges, state):
         check(host.run(batch_graph(lora=1.0, control=edges)), on_cpu(lora=1.0, control=edges), *CARDS[:2])
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 def test_with_gpu_only_results_are_on_the_first_gpu(host, on_cpu, count):
     with host_cards(host, count, gpu_only=True):
         got = host.run(batch_graph(), keep_cache=True)
@@ -269,10 +270,8 @@ def test_further_gpus_keep_no_weights_of_this_process(host, on_cpu):
     import comfy.model_management as management
 
     with host_cards(host, 3) as cards:
-        for index in (1, 2):
-            cards.calls.clear()
-            check(host.run(batch_graph(devices=f"gpu:{index}"), keep_cache=True), on_cpu(), CARDS[index])
-            assert cards.calls[CARDS[index]] > 100 and not cards.calls[CARDS[3 - index]]
+        check(host.run(batch_graph(devices="gpu:2"), keep_cache=True), on_cpu(), CARDS[2])
+        assert cards.calls[CARDS[2]] > 100 and not cards.calls[CARDS[1]]
         # Another LoRA between two runs.
         for options in ({"lora": 1.0}, {"lora": 0.5}, {"seed": 8}):
             check(host.run(batch_graph(**options), keep_cache=True), on_cpu(**options), *CARDS[:3])
@@ -335,7 +334,7 @@ def test_select_vae_device_is_respected(host, on_cpu, devices):
         torch.testing.assert_close(got["image"], on_cpu()["image"], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("state", ["NORMAL_VRAM", "NO_VRAM"])
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", pytest.param("NO_VRAM", marks=pytest.mark.slow)])
 def test_a_vae_is_not_loaded_over_a_model_that_samples(host, on_cpu, state):
     """With little memory, ComfyUI unloads the MODEL of the second GPU to load the VAE for images of the first."""
     with host_cards(host, 2, state, total=10**9):

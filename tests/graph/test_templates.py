@@ -8,7 +8,12 @@ from expanded import to_graph
 from setup import ROOT, comfyui_path
 from templates import DOWNLOADED
 
-WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+# tests/browser runs the other ones on the canvas.
+QUICK = ("SANA train a LoRA", "SANA check this computer")
+WORKFLOWS = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
+    for path in sorted((ROOT / "workflows").glob("*.json"))
+]
 BUNDLED = "sana-posters (bundled)"
 SHOWN = {"SaveImage", "PreviewImage", "PreviewAny", "LossGraphNode"}
 
@@ -22,7 +27,7 @@ def example(host):
     (folder / "example.png").unlink()
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WORKFLOWS)
 def test_a_template_fits_the_nodes_and_generates_its_images(host, example, path):
     workflow = json.loads(path.read_text(encoding="utf-8"))
     graph = to_graph(workflow, lambda kind: host.nodes.NODE_CLASS_MAPPINGS[kind].INPUT_TYPES())

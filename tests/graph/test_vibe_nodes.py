@@ -268,7 +268,7 @@ def test_a_batch_with_two_different_images_is_edited_by_one_device(host, build, 
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("state", ["NORMAL_VRAM", "NO_VRAM"])
+@pytest.mark.parametrize("state", ["NORMAL_VRAM", pytest.param("NO_VRAM", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("node", ["SanaNodesSampler", "SanaNodesBatchSampler", "SanaNodesSplitPicture"])
 def test_edits_on_gpus_are_the_cpus(host, build, state, node):
     expected = host.run(build())

@@ -3,6 +3,7 @@
 The canvas and the commands give the same verdict. tests/written_by_tools.py generates the files.
 """
 
+import copy
 import itertools
 import re
 import sys
@@ -180,7 +181,12 @@ ADAPTERS = {
 NORM = "caption_norm"
 
 
-def read_both(host, checkpoint, tensors):
+@pytest.fixture(scope="module")
+def transformer(checkpoint):
+    return sana_core.load_transformer(checkpoint)
+
+
+def read_both(host, transformer, tensors):
     """What SANA Load LoRA and the commands make of a file: {parameter: value}, or a line."""
     from comfy.lora import calculate_weight
 
@@ -199,9 +205,9 @@ def read_both(host, checkpoint, tensors):
         }
 
     def command():
-        transformer = sana_core.load_transformer(checkpoint)
-        merge_loras(transformer, [(str(file), 1.0)])
-        return dict(transformer.named_parameters())
+        model = copy.deepcopy(transformer)
+        merge_loras(model, [(str(file), 1.0)])
+        return dict(model.named_parameters())
 
     for load in (canvas, command):
         try:
@@ -229,41 +235,40 @@ def difference(one, other):
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_are_those_of_comfyui_s_loader_or_refused_with_the_reason(host, checkpoint, kind):
+def test_adapters_are_those_of_comfyui_s_loader_or_refused_with_the_reason(host, transformer, kind):
     parts, needed = ADAPTERS[kind]
     for dialect in DIALECTS:
-        canvas, command, core = read_both(host, checkpoint, written(dialect, parts))
+        canvas, command, core = read_both(host, transformer, written(dialect, parts))
         assert not isinstance(canvas, str) and not isinstance(command, str), (dialect, canvas, command)
         changed = f"{LAYER}.weight"
-        plain = dict(sana_core.load_transformer(checkpoint).named_parameters())
-        assert difference({changed: canvas[changed]}, {changed: plain[changed]}) > 1e-4
+        assert difference({changed: canvas[changed]}, {changed: transformer.get_parameter(changed)}) > 1e-4
         assert difference(canvas, command) < 1e-6
         if "'s name" not in dialect:
             assert difference(canvas, core) < 1e-6, dialect
         for left_out in needed:
             fewer = {part: value for part, value in parts.items() if part != left_out}
-            canvas, command, _ = read_both(host, checkpoint, written(dialect, fewer))
+            canvas, command, _ = read_both(host, transformer, written(dialect, fewer))
             assert isinstance(canvas, str) and canvas == command, (dialect, left_out, canvas)
             assert re.search(r"but no \w+|not a LoRA|is not read", canvas), canvas
     # Without the prefix of its dialect and its layer's first part, no layer of the model has the name.
     tensors = {name.removeprefix("transformer_blocks."): value for name, value in written("bare", parts).items()}
-    canvas, command, _ = read_both(host, checkpoint, tensors)
+    canvas, command, _ = read_both(host, transformer, tensors)
     assert canvas == command and "none of its 1 layers fit this model" in canvas
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_norm_is_changed(host, checkpoint, dialect):
+def test_a_norm_is_changed(host, transformer, dialect):
     """LyCORIS trains norms, too. SANA's have no bias."""
     pattern = DIALECTS[dialect][0]
     name = pattern.format(name=NORM, flat=NORM)
-    canvas, command, core = read_both(host, checkpoint, {f"{name}.w_norm": numbers(160)})
+    canvas, command, core = read_both(host, transformer, {f"{name}.w_norm": numbers(160)})
     assert difference(canvas, command) < 1e-6 and difference(canvas, core) < 1e-6
-    expected = sana_core.load_transformer(checkpoint).caption_norm.weight + numbers(160)
+    expected = transformer.caption_norm.weight + numbers(160)
     assert torch.allclose(command[f"{NORM}.weight"], expected)
-    canvas, command, _ = read_both(host, checkpoint, {f"{name}.w_norm": numbers(160), f"{name}.b_norm": numbers(160)})
+    canvas, command, _ = read_both(host, transformer, {f"{name}.w_norm": numbers(160), f"{name}.b_norm": numbers(160)})
     assert canvas == command and "but no bias" in canvas
     wrong = pattern.format(name=LAYER, flat=LAYER.replace(".", "_"))
-    canvas, command, _ = read_both(host, checkpoint, {f"{wrong}.w_norm": numbers(160)})
+    canvas, command, _ = read_both(host, transformer, {f"{wrong}.w_norm": numbers(160)})
     assert canvas == command and "got diff [160], expected [160, 160]" in canvas
 
 
@@ -277,9 +282,9 @@ PEFT = {
 
 @pytest.mark.parametrize("prefix", ["base_model.model.", "transformer.", ""])
 @pytest.mark.parametrize("kind", PEFT)
-def test_biases_and_whole_modules_of_peft_are_applied(host, checkpoint, kind, prefix):
+def test_biases_and_whole_modules_of_peft_are_applied(host, transformer, kind, prefix):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=[LAYER], init_lora_weights=False, **PEFT[kind])
-    model = get_peft_model(sana_core.load_transformer(checkpoint), config)
+    model = get_peft_model(copy.deepcopy(transformer), config)
     draw = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -291,8 +296,8 @@ def test_biases_and_whole_modules_of_peft_are_applied(host, checkpoint, kind, pr
         if "lora_B" in name:
             tensors[name] = tensors[name] * 2
     merged = dict(model.merge_and_unload().named_parameters())
-    canvas, command, _ = read_both(host, checkpoint, tensors)
+    canvas, command, _ = read_both(host, transformer, tensors)
     assert not isinstance(canvas, str) and not isinstance(command, str), (canvas, command)
     assert difference(command, merged) < 1e-6 and difference(canvas, merged) < 1e-6
-    plain = dict(sana_core.load_transformer(checkpoint).named_parameters())
+    plain = dict(transformer.named_parameters())
     assert any(not torch.equal(plain[name], value) for name, value in command.items() if name != f"{LAYER}.weight")
