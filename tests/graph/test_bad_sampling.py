@@ -29,12 +29,6 @@ def test_blocks_that_the_model_has_not(host, base_graph):
     assert re.fullmatch(r"blocks: got '.*, expected numbers from 0 to 4, like 8 or 7, 8", message), message
 
 
-def test_a_scale_out_of_range(host, base_graph):
-    graph = through(base_graph(), "SanaNodesPAG", scale=["number", 0])
-    graph["number"] = ("AnyValue", {"value": 1000.0})
-    assert error(host, graph) == "scale: got 1000.0, expected a number from 0 to 100.0"
-
-
 def test_an_interval_that_ends_before_it_starts(host, base_graph):
     graph = through(base_graph(), "SanaNodesGuidanceInterval", start=0.6, end=0.4)
     assert error(host, graph) == "end: got 0.4, expected a number from 0.6 to 1"

@@ -3,16 +3,13 @@
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import time
 
 import pytest
 import torch
-from clips import PROMPT, save_clip
 from fake_cuda import pack
 from in_process import NodeError
-from loading import model_node
 from test_batch_sampler import TWO, batch_graph, with_lora  # noqa: F401
 from test_several_gpus import files  # noqa: F401
 
@@ -207,20 +204,6 @@ def test_single_files_and_no_vae(batch_graph, check, single_files):  # noqa: F81
     check(graph)
 
 
-def test_the_best_of_several(host, batch_graph, check):  # noqa: F811
-    folder = host.models / "clip_vision" / "several"
-    save_clip(folder)
-    try:
-        graph = batch_graph(count=2)
-        graph["scorer"] = ("SanaNodesScorerLoader", {"scorer_name": "several"})
-        links = {"samples": ["batch", 0], "vae": ["load", 2], "scorer": ["scorer", 0]}
-        graph["pick"] = ("SanaNodesPickBest", {**links, "prompt": PROMPT, "best": 2})
-        graph["catch best"] = ("Catch", {"value": ["pick", 1], "name": "best"})
-        check(graph)
-    finally:
-        shutil.rmtree(folder)
-
-
 def test_a_killed_process_loses_no_image(host, batch_graph, by_process, watched):  # noqa: F811
     expected = host.run(batch_graph())["image"]
     killed = []
@@ -277,26 +260,6 @@ def test_images_with_nan_cost_no_others(host, batch_graph, by_process, node_text
     assert torch.equal(got[:2], caught["image"][:2]) and not got[2:].any()
     note = r" of \d images failed and are black; image 3 \(seed 7\): samples: .* NaN or infinit"
     assert re.search(note, node_texts[-1][1])
-
-
-def test_a_patched_model_is_used_by_the_thread_with_a_line_that_says_why(
-    host,
-    batch_graph,  # noqa: F811
-    monkeypatch,
-    node_texts,
-):
-    def patch(model):
-        model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 3 * (args["cond"] - args["uncond"]))
-
-    monkeypatch.setitem(host.nodes.NODE_CLASS_MAPPINGS, "Patch", model_node(patch))
-    expected = host.run(through(batch_graph(), "Patch"))["image"]
-    assert torch.equal(host.run(through(batch_graph(devices=TWO), "Patch"))["image"], expected)
-    lines = node_texts[-1][1].splitlines()
-    assert re.fullmatch(r"6 images in [\d.]+ s, [\d.]+ a second: cpu 6", lines[0])
-    assert lines[1:] == [
-        "only cpu generates, because of model: got a patch that another process cannot apply (sampler_cfg_function); "
-        "remove it to generate on all devices"
-    ]
 
 
 def test_a_file_that_has_changed_since_it_was_loaded(host, batch_graph, single_files, node_texts):  # noqa: F811

@@ -75,25 +75,6 @@ def test_an_all_in_one_checkpoint_gives_all_three(host, install, tokenizer, suff
     (host.models / "checkpoints" / "all.pth").unlink(missing_ok=True)
 
 
-def test_what_core_saves_as_one_checkpoint_loads_again(host, install, tokenizer):
-    """CheckpointSave writes our three objects, the tokenizer with them."""
-    tensors, models = all_in_one(tokenizer)
-    install("checkpoints", "all.safetensors", tensors)
-    inputs = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "filename_prefix": "checkpoints/sana"}
-    host.run({"load": ("SanaNodesLoader", {"model": "all.safetensors"}), "save": ("CheckpointSave", inputs)})
-    (saved,) = host.output.glob("checkpoints/sana*.safetensors")
-    tensors = read_file(saved)
-    assert {key.split(".")[0] for key in tensors} == {"model", "text_encoders", "vae"}
-    install("checkpoints", "again.safetensors", tensors)
-    got = host.run({**catch_all("load"), "load": ("SanaNodesLoader", {"model": "again.safetensors"})})
-    assert (
-        got["0"].model.model_config.text
-        == "SANA 31.7M, 1024 px, diffusers layout, computed as by NVIDIA's code, float32"
-    )
-    check_all_three(got, models)
-    assert got["1"].tokenize("a red circle")["gemma2_2b"][0][0] == (2, 1.0)
-
-
 @pytest.mark.parametrize("field, value", [("weight_dtype", "int3"), ("resolution", "777"), ("resolution", "")])
 def test_choices_through_links_are_checked(host, field, value):
     with pytest.raises(NodeError, match=f"^{field}: got '{value}', expected one of "):

@@ -168,46 +168,9 @@ def test_an_embedding_and_a_head_in_any_format_are_read(host, install, tokenizer
         assert pack("nodes.host.loading.clip").encode(clip, "a red circle", True)[0][0][0].isfinite().all()
 
 
-def test_int8_layers_are_read(host, install):
-    model = layouts.transformer()
-    tensors = dict(model.state_dict())
-    layer = "transformer_blocks.0.attn2.to_q"
-    scale = tensors[f"{layer}.weight"].float().abs().max() / 127
-    tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"].float() / scale).round().to(torch.int8)
-    tensors[f"{layer}.weight_scale"] = scale
-    tensors[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
-    model.get_parameter(f"{layer}.weight").data = tensors[f"{layer}.weight"].float() * scale
-    install("diffusion_models", "sana_int8.safetensors", tensors)
-    patcher = host.output_of("SanaNodesModelLoader", model_name="sana_int8.safetensors")
-    check_forward(patcher, model, tolerance=5e-2)
-
-
 def test_scales_of_weights_that_are_not_quantised_are_refused(host, install):
     tensors = dict(layouts.autoencoder().state_dict())
     tensors["decoder.up_blocks.3.1.attn.to_q.weight_scale"] = torch.ones(())
     install("vae", "dc-ae_fp8.safetensors", tensors)
     with pytest.raises(NodeError, match="dc-ae_fp8.safetensors: got the quantised layer .* weight_scale are"):
         host.output_of("SanaNodesVAELoader", vae_name="dc-ae_fp8.safetensors")
-
-
-@pytest.mark.parametrize("form", ["one scale", "a scale for each row", "fp8"])
-def test_quantised_weights_that_are_fused_are_read(host, install, form):
-    """NVIDIA's layout has one weight for q, k and v."""
-    model = layouts.transformer()
-    tensors, layer = layouts.nvidia(model), "blocks.0.attn.qkv"
-    weight = tensors[f"{layer}.weight"].float()
-    largest = weight.abs().amax(1, keepdim=True) if form == "a scale for each row" else weight.abs().max()
-    if form == "fp8":
-        scale, name = largest / 448, "float8_e4m3fn"
-        tensors[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-    else:
-        scale, name = largest / 127, "int8_tensorwise"
-        tensors[f"{layer}.weight"] = (weight / scale).round().to(torch.int8)
-    tensors[f"{layer}.weight_scale"] = scale
-    tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": name}).encode()), dtype=torch.uint8)
-    install("diffusion_models", "nvidia.safetensors", tensors)
-    patcher = host.output_of("SanaNodesModelLoader", model_name="nvidia.safetensors")
-    attention = patcher.model.diffusion_model.transformer_blocks[0].attn1
-    assert attention.to_k.quant_format == name
-    got = torch.cat([part.weight.dequantize() for part in (attention.to_q, attention.to_k, attention.to_v)])
-    assert torch.equal(got.float(), (tensors[f"{layer}.weight"].float() * scale).to(got.dtype).float())

@@ -12,7 +12,7 @@ import video_models
 from checkpoints import TINY
 from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
-from loading import interrupted_steps, through
+from loading import through
 from test_memory_states import load_model, state_of
 
 from sana_core.model.latents import noise_stream
@@ -321,10 +321,6 @@ def test_a_saved_model_loads_again(host, build, preview):
     graph["sample"][1]["model"] = ["again", 0]
     assert torch.equal(host.run(graph)["latent"]["samples"], expected)
     again.unlink()
-
-
-def test_cancel_ends_it_before_the_next_step(host, build, monkeypatch):
-    assert interrupted_steps(host, build(**OURS), monkeypatch) == 1
 
 
 @pytest.mark.parametrize("state", ["LOW_VRAM", "NO_VRAM"])
