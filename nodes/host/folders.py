@@ -178,7 +178,6 @@ def list_models() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the path of an entry of `list_models`."""
     folders = find_folders("diffusers") | MODELS
     listed = listed_name(name, [*folders, *list_files("checkpoints")])
     if listed is None:
@@ -204,7 +203,6 @@ def scorer_folders() -> dict[str, Path]:
 
 
 def scorer_path(name: str) -> Path:
-    """Return the path of an entry of `scorer_folders`."""
     folders = scorer_folders()
     listed = listed_name(name, folders)
     if listed is None:
@@ -227,7 +225,6 @@ def dataset_paths() -> list[Path]:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the path of an entry of `list_datasets`."""
     if isinstance(name, str) and name in DATASETS:
         return DATASETS[name]
     if name not in folder_paths.get_input_subfolders():
@@ -238,7 +235,6 @@ def dataset_path(name: str) -> Path:
 
 
 def run_path(name: str) -> Path:
-    """Return the folder of the training run `name`."""
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise InputError(
             f"name: got {name!r:.60}, expected a folder's name of at most 50 characters; use letters, digits, - and _"
@@ -301,7 +297,6 @@ def configured_cluster() -> ClusterSettings | None:
 
 
 def cluster_in(document: object) -> ClusterSettings:
-    """Parse the content of cluster.json."""
     match document:
         case {"address": str(address), **options} if CLUSTER_ADDRESS.fullmatch(address):
             match {"gpus": None, "gpus_per_worker": 1, "resources": {}, **options}:

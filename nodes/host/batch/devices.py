@@ -238,7 +238,6 @@ class CanvasBody:
                 time.sleep(WAIT)
 
     def sample(self, part: Chunk) -> torch.Tensor:
-        """Sample the images of `part` as one batch."""
         batch, prompts = self.batch, [image.prompt for image in part]
         positive = pick_prompts(batch.positive, prompts)
         # SANA-Sprint models have no negative prompt.

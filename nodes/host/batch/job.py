@@ -201,7 +201,6 @@ def check_patches(model: ModelPatcher, reader: Reader) -> None:
 
 
 def plain_shift(model: ModelPatcher, reader: Reader) -> float:
-    """Return the shift of MODEL."""
     sampling = model.get_model_object("model_sampling")
     kind = type(sampling)
     changes = [name for name in vars(kind) if not name.startswith("__")]
@@ -272,7 +271,6 @@ def edited_image(batch: BatchInputs, reader: Reader) -> tuple[Packed, float] | N
 
 
 def describe_controls(batch: BatchInputs, hints: Mapping[int, torch.Tensor], reader: Reader) -> tuple[ControlSpec, ...]:
-    """Return the chain of ControlNets."""
     ((_, options),) = batch.positive
     control = options.get("control")
     if batch.sampler != SPRINT:

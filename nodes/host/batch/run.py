@@ -322,7 +322,6 @@ def cluster_notes(batch: BatchInputs) -> list[str]:
 
 
 def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
-    """Return a text with the number of images, their rate, and the images of each device."""
     total = sum(device_stats.images for device_stats in stats.values())
     by_device = ", ".join(f"{device} {device_stats.images}" for device, device_stats in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"

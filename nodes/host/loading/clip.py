@@ -334,7 +334,6 @@ def levels_of(image: torch.Tensor) -> torch.Tensor:
 
 
 def load_edit_clip(source: Source, disable_dynamic: bool = False) -> comfy.sd.CLIP:
-    """Return the CLIP of VIBE's folder."""
     checkpoint = inspect_checkpoint(source)
     reload = Reloader(lambda *args, **options: load_edit_clip(*args, **options).patcher, checkpoint.path)
     part, head_part = instruction_parts(checkpoint)

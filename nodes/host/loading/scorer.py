@@ -46,7 +46,6 @@ class HostScorer(NamedTuple):
 
 
 def load(folder: Path) -> HostScorer:
-    """Load the scorer in `folder`."""
     management = comfy.model_management
     with Polled(management.throw_exception_if_processing_interrupted):
         device, home = management.text_encoder_device(), management.text_encoder_offload_device()

@@ -148,14 +148,12 @@ def budget(planner: Planner, device: torch.device) -> int:
 def planner_of(
     autoencoder: AutoencoderDC, latent_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Planner:
-    """Return the planner of a decode on `device`."""
     return Planner(decoder_stages(autoencoder), latent_shape[2], latent_shape[3], dtype, device.type != "cpu")
 
 
 def encoder_planner_of(
     autoencoder: AutoencoderDC, image_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Planner:
-    """Return the planner of an encode on `device`."""
     rows, columns = (side // DOWNSCALE for side in image_shape[2:])
     return Planner(encoder_stages(autoencoder), rows, columns, dtype, device.type != "cpu")
 
@@ -208,7 +206,6 @@ class SanaVAE(comfy.sd.VAE):
 
 
 def load_vae(source: Source) -> comfy.sd.VAE:
-    """Return the VAE of a checkpoint."""
     checkpoint = inspect_checkpoint(source)
     path = checkpoint.path
     # ComfyUI's option for dynamic VRAM is ignored, because these weights never use it.

@@ -75,7 +75,6 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return self.with_weights(x, lambda weight, bias: self.run_with(weight, bias, x))
 
     def with_weights(self, like: torch.Tensor, use: WeightsUse) -> torch.Tensor:
-        """Return `use(weight, bias)` for the weights, cast and patched for the input `like`."""
         if self.is_ready(like):
             return use(self.weight, self.bias)
         weight, bias, stream = comfy.ops.cast_bias_weight(self, like, self.dtype_for(like), offloadable=True)
