@@ -12,6 +12,8 @@ import pytest
 from fake_cuda import pack
 from in_process import NodeError
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 @pytest.fixture
 def cluster_graph(base_graph):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from loading import through
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 AVERAGED = "positive: its embeddings were averaged or scaled"
 
 

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from sana_core.batch.best import load_scorer
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 @pytest.fixture
 def picking(host, base_graph, tmp_path):

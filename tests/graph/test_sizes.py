@@ -9,6 +9,8 @@ from loading import ksampler
 
 from sana_core.model.known_models import RATIOS, RESOLUTIONS, SHAPES, image_size, nearest_shape, size_note, trained_size
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_a_released_shape_is_its_trained_size(resolution):
