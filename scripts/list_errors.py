@@ -17,10 +17,10 @@ SOURCES = sorted([*ROOT.glob("sana_core/**/*.py"), *ROOT.glob("nodes/**/*.py")])
 FILLED = "..."
 # {section: pattern of the files whose messages it lists}. The first match counts.
 SECTIONS = {
-    "Several GPUs and clusters": r"(split|cluster)/|model/row_shards|nodes/host/.*(cluster|split)",
+    "Several GPUs and clusters": r"(split|cluster)/|model/row_shards|nodes/host/.*split",
     "Training": r"training|commands/train|nodes/dataset",
     "Command line and batches": r"sana_core/(batch/(?!best)|commands/)|(_files|_ranges|video/generate|_lock)\.py$",
-    "Models and their files": r"/checkpoints/|/(scorer|best)\.py|host/(folders|file_s|.*/(preview|quantise|weights))",
+    "Models and their files": r"/checkpoints/|/(scorer|best)\.py|host/(folders|file_s|.*/(quantise|weights))",
     "Nodes, prompts and images": "",
 }
 
