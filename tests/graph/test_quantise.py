@@ -209,17 +209,23 @@ def test_a_quantised_picture_is_the_same_in_every_state(host, base_graph, short_
     assert torch.equal(got["latent"]["samples"], expected["latent"]["samples"])
 
 
-def test_a_quantised_feed_forward_of_a_file_is_read(host, install, load):
-    """A tool that quantised the 1x1 convolutions as they are."""
-    model = layouts.transformer()
-    tensors, name = dict(model.state_dict()), "transformer_blocks.0.ff.conv_inverted"
+def with_fp8(model, name):
+    """Return the tensors of `model`, whose layer `name` is in fp8, and the dequantised weight of the layer."""
+    tensors = dict(model.state_dict())
     scale = tensors[f"{name}.weight"].float().abs().max() / 448
     tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].float() / scale).to(torch.float8_e4m3fn)
     tensors[f"{name}.weight_scale"] = scale
     tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    return tensors, tensors[f"{name}.weight"].float() * scale
+
+
+def test_a_quantised_feed_forward_of_a_file_is_read(host, install, load):
+    """A tool that quantised the 1x1 convolutions as they are."""
+    model, name = layouts.transformer(), "transformer_blocks.0.ff.conv_inverted"
+    tensors, expected = with_fp8(model, name)
     install("diffusion_models", "sana_ff.safetensors", tensors)
     got = velocity(host.output_of("SanaNodesModelLoader", model_name="sana_ff.safetensors"))
-    model.get_parameter(f"{name}.weight").data = tensors[f"{name}.weight"].float() * scale
+    model.get_parameter(f"{name}.weight").data = expected
     install("diffusion_models", "sana_plain.safetensors", model.float().state_dict())
     plain = host.output_of("SanaNodesModelLoader", model_name="sana_plain.safetensors")
     assert relative(got, velocity(plain)) < 1e-3
@@ -227,15 +233,10 @@ def test_a_quantised_feed_forward_of_a_file_is_read(host, install, load):
 
 def test_a_quantised_3x3_convolution_is_dequantised(host, install):
     """ComfyUI has no convolutions in quantised formats."""
-    model = layouts.transformer()
-    tensors, name = dict(model.state_dict()), "transformer_blocks.0.ff.conv_depth"
-    scale = tensors[f"{name}.weight"].float().abs().max() / 448
-    tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].float() / scale).to(torch.float8_e4m3fn)
-    tensors[f"{name}.weight_scale"] = scale
-    tensors[f"{name}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    model, name = layouts.transformer(), "transformer_blocks.0.ff.conv_depth"
+    tensors, expected = with_fp8(model, name)
     install("diffusion_models", "sana_3x3.safetensors", tensors)
     weight = host.output_of("SanaNodesModelLoader", model_name="sana_3x3.safetensors").model.diffusion_model
-    expected = tensors[f"{name}.weight"].float() * scale
     torch.testing.assert_close(weight.get_submodule(name).weight.float(), expected, atol=0, rtol=2**-8)
 
 

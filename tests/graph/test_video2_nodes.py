@@ -10,10 +10,9 @@ import pytest
 import torch
 import video_models
 from checkpoints import TINY
-from fake_cuda import CARD, fake_card, no_numbers, pack
 from in_process import NodeError
 from loading import through
-from test_memory_states import load_model, state_of
+from test_video_nodes import check_on_card
 
 from sana_core.model.latents import noise_stream
 from sana_core.video.transformer import SanaVideo2Transformer3DModel
@@ -336,12 +335,4 @@ def test_the_released_sizes_run_on_a_card(host, monkeypatch, tmp_path, state):
     with torch.device("meta"):
         transformer = SanaVideo2Transformer3DModel(num_layers=4)
     file = layouts.sparse(transformer, tmp_path / "video.safetensors")
-    with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
-        patcher = load_model(patched, file)
-        prompts = pack("nodes.host.sampling.model")
-        prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
-        x, mask = torch.empty(2, 128, 3, 4, 6, device=CARD), torch.ones(2, 128, 3, 4, 6, device=CARD)
-        context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())
-        both, sigma = prompts.PromptBatch([prompt, prompt]), torch.empty(2, device=CARD)
-        out = patcher.model.apply_model(x, sigma, c_crossattn=context, prompt=both, denoise_mask=mask)
-        assert out.device == CARD and out.shape == x.shape
+    check_on_card(monkeypatch, file, state, 128, 3, 4, 6)

@@ -239,6 +239,19 @@ def test_a_video_is_the_same_in_every_state_of_memory(host, build, monkeypatch, 
     assert {"CastRMSNorm", "CastConv3d"} < set(casts)
 
 
+def check_on_card(monkeypatch, file, state, *shape):
+    """Run the model of `file` without numbers on latents of `shape`, with a time for each frame."""
+    with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
+        patcher = load_model(patched, file)
+        prompts = pack("nodes.host.sampling.model")
+        prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
+        x, mask = torch.empty(2, *shape, device=CARD), torch.ones(2, *shape, device=CARD)
+        context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())
+        both, sigma = prompts.PromptBatch([prompt, prompt]), torch.empty(2, device=CARD)
+        out = patcher.model.apply_model(x, sigma, c_crossattn=context, prompt=both, denoise_mask=mask)
+        assert out.device == CARD and out.shape == x.shape
+
+
 @pytest.mark.parametrize("state", ["fits", "half fits", "--novram", "dynamic VRAM, half fits"])
 def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, name):
     """Its sizes without numbers, on a card that is not there, where devices that mix raise; a time for each frame."""
@@ -247,16 +260,7 @@ def test_a_released_model_draws_on_a_card(host, monkeypatch, tmp_path, state, na
         config = {"in_channels": channels, "out_channels": channels, "patch_size": (1, patch, patch)}
         undivided = SanaVideoTransformer3DModel(num_layers=2, mlp_ratio=3.0, **config)
     file = layouts.sparse(undivided, tmp_path / "video.safetensors")
-    with fake_card(monkeypatch, **state_of(file.stat().st_size, state)) as patched, no_numbers(patched):
-        patcher = load_model(patched, file)
-        prompts = pack("nodes.host.sampling.model")
-        prompt = prompts.Prompt("positive", torch.empty(1, 300, 2304, device=CARD), None, keep=False)
-        x = torch.empty(2, channels, 3, 4 * patch, 6 * patch, device=CARD)
-        mask, sigma = torch.ones(2, channels, 3, 4 * patch, 6 * patch, device=CARD), torch.empty(2, device=CARD)
-        context = torch.empty(2, 300, 2304, device=CARD, dtype=patcher.model.get_dtype_inference())
-        both = prompts.PromptBatch([prompt, prompt])
-        out = patcher.model.apply_model(x, sigma, c_crossattn=context, prompt=both, denoise_mask=mask)
-        assert out.device == CARD and out.shape == x.shape
+    check_on_card(monkeypatch, file, state, channels, 3, 4 * patch, 6 * patch)
 
 
 def test_cancel_ends_it_before_the_next_step(host, build, monkeypatch):
