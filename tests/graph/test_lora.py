@@ -69,7 +69,7 @@ def merged(host):
     return run
 
 
-# test_lora_merge.py compares the weights that our loader gives in all dialects.
+# test_written_files.py compares the weights that our loader gives in all dialects.
 CASES = [*((dialect, core) for dialect in DIALECTS), *((dialect, ours) for dialect in WRAPPED)]
 
 

@@ -1,4 +1,4 @@
-"""The commands add a LoRA to the weights as ComfyUI adds it to its own."""
+"""A LoRA that does not fit, or that belongs to the other reference, is named by the commands and on the canvas."""
 
 import logging
 
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import sana_core
 from sana_core.batch.pipeline import SamplingSettings, resolve_settings
-from sana_core.checkpoints.lora import merge_loras
 from sana_core.errors import CheckpointError, InputError
 from sana_core.training.settings import Method
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_load")
 
 LINEAR, CONV = "transformer_blocks.2.attn2.to_q", "transformer_blocks.1.ff.conv_inverted"
 SHAPES = {LINEAR: (160, 160), CONV: (800, 160, 1, 1)}
-WEIGHTS = "diffusion_model."
 NUMBERS = torch.Generator().manual_seed(1)
 
 
@@ -29,47 +27,15 @@ def random(*shape):
     return 0.3 * torch.randn(shape, generator=NUMBERS)
 
 
-def pairs(dialect, rank=4, **more):
-    """A LoRA of both layers, with `more` tensors for each."""
+def pairs(dialect, rank=4):
+    """A LoRA of both layers."""
     pattern, down, up = DIALECTS[dialect]
     tensors = {}
     for layer, (rows, columns, *kernel) in SHAPES.items():
         name = pattern.format(name=layer, flat=layer.replace(".", "_"))
         tensors[name + down] = random(rank, columns, *kernel)
         tensors[name + up] = random(rows, rank, *[1] * len(kernel))
-        tensors |= {f"{name}.{part}": make(SHAPES[layer]) for part, make in more.items()}
     return tensors
-
-
-def kronecker(**parts):
-    """A LoKr of a linear layer by LyCORIS, of parts of these shapes, and alpha."""
-    tensors = {f"lycoris_{LINEAR.replace('.', '_')}.{part}": random(*shape) for part, shape in parts.items()}
-    return {**tensors, f"lycoris_{LINEAR.replace('.', '_')}.alpha": torch.tensor(3.0)}
-
-
-def alpha(shape):
-    return torch.tensor(2.0)
-
-
-def magnitudes(shape):
-    return torch.rand((shape[0], *[1] * (len(shape) - 1)), generator=NUMBERS) + 0.5
-
-
-FILES = {
-    **{dialect: pairs(dialect, alpha=alpha) for dialect in DIALECTS},
-    "kohya's DoRA": pairs("kohya", alpha=alpha, dora_scale=magnitudes),
-    "LoKr of whole matrices": kronecker(lokr_w1=(10, 10), lokr_w2=(16, 16)),
-    "LoKr of a product": kronecker(lokr_w1=(8, 8), lokr_w2_a=(20, 4), lokr_w2_b=(4, 20)),
-    "LoKr of two products": kronecker(lokr_w1_a=(8, 2), lokr_w1_b=(2, 8), lokr_w2_a=(20, 4), lokr_w2_b=(4, 20)),
-}
-
-
-def trained(kind):
-    """What a training of that kind writes."""
-    return lambda checkpoint, file: save_adapter(checkpoint, file, Method(kind, 4, 6.0, "both"))
-
-
-TRAINED = {kind: trained(kind) for kind in ("lora", "dora", "lokr")}
 
 
 @pytest.fixture
@@ -80,49 +46,25 @@ def file(host):
     path.unlink()
 
 
-def cores(host, name, strength):
-    """The transformer's weights as ComfyUI would sample with them, those that the LoRA changes."""
-    import comfy.lora
-
+def load(host, name):
+    """Put the LoRA on the bundled model."""
     model = host.output_of("SanaNodesLoader", model="sana-tiny")
-    patcher = host.output_of("SanaNodesLoraLoader", linked={"model": model}, lora_name=name, strength_model=strength)
-    changed = {}
-    for key, ((weight, _), *patches) in patcher.get_key_patches(WEIGHTS).items():
-        if patches:
-            changed[key.removeprefix(WEIGHTS)] = comfy.lora.calculate_weight(patches, weight.float().clone(), key)
-    return changed
-
-
-@pytest.mark.parametrize("strength", [1.0, -0.6])
-@pytest.mark.parametrize("kind", [*FILES, *TRAINED])
-def test_the_weights_are_comfyuis(host, checkpoint, file, kind, strength):
-    if kind in FILES:
-        layouts.save(FILES[kind], file)
-    else:
-        TRAINED[kind](checkpoint, file)
-    expected_weights = cores(host, file.name, strength)
-    transformer = sana_core.load_transformer(checkpoint)
-    before = {name: weight.clone() for name, weight in transformer.state_dict().items()}
-    merge_loras(transformer, [(str(file), strength)])
-    changed = {name for name, weight in transformer.state_dict().items() if not torch.equal(weight, before[name])}
-    assert changed == expected_weights.keys() and changed
-    for name, weight in expected_weights.items():
-        assert torch.equal(transformer.get_parameter(name).reshape(weight.shape), weight), name
+    host.output_of("SanaNodesLoraLoader", linked={"model": model}, lora_name=name, strength_model=1.0)
 
 
 def test_a_dora_s_magnitudes_of_another_shape_are_refused_on_the_canvas(host, checkpoint, file):
-    TRAINED["dora"](checkpoint, file)
+    save_adapter(checkpoint, file, Method("dora", 4, 6.0, "both"))
     tensors = {name: tensor for name, tensor in load_file(file).items() if "dora_scale" not in name}
     layouts.save(tensors | {name: tensor[1:] for name, tensor in tensors.items() if "magnitude" in name}, file)
     with pytest.raises(NodeError, match="none of its 50 layers fit this model"):
-        cores(host, file.name, 1.0)
+        load(host, file.name)
 
 
 @pytest.mark.parametrize("reference", ["nvidia", "diffusers"])
 def test_a_lora_of_the_other_reference_is_named(host, checkpoint, file, caplog, reference):
     layouts.save(pairs("diffusers"), file, reference=reference)
     with caplog.at_level(logging.WARNING):
-        cores(host, file.name, 1.0)
+        load(host, file.name)
         resolve_settings(SamplingSettings(64, 64, loras=((str(file), 1.0),)), checkpoint)
     note = "merge.safetensors: trained with reference nvidia, but the model follows diffusers"
     assert caplog.text.count(note) == (2 if reference == "nvidia" else 0)
