@@ -204,6 +204,7 @@ def patches_of(patcher: ModelPatcher) -> set[str]:
     return set(map(str, names))
 
 
+# The keys of the pack's patches of a MODEL.
 CORE_NODES = "sana_core_nodes"
 # VIBE's image guidance. Also a key of a conditioning, with its strength.
 IMAGE_GUIDANCE = "sana_image_guidance"
@@ -250,7 +251,11 @@ Replacement = tuple[str, list[dict[str, object]]]
 
 
 def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
-    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes."""
+    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes.
+
+    This happens before ComfyUI's own replacement, which fails with HTTP 500 if a client sends no `_meta` or leaves an
+    input out, and if a replaced node is linked to another replaced node by an input that has a new name.
+    """
 
     def is_old(node: object) -> bool:
         # A client may send anything. The server refuses wrong nodes later.

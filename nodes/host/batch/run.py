@@ -165,7 +165,11 @@ def session_on(cluster: ClusterSettings) -> Session:
 
 
 def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
-    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`."""
+    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`.
+
+    A machine loads the file that MODEL came from, and receives encoded prompts and the weights that LoRAs have changed.
+    Workers stay for the next run, if it has the same MODEL.
+    """
     cluster, poll = configured_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
     if cluster is None:
         raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
