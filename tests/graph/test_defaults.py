@@ -110,7 +110,7 @@ GRAPHS = {
         model=["train", 2],
     ),
     "training of a ControlNet": {
-        "load": ("SanaNodesLoader", {}),
+        "load": ("SanaNodesLoader", DEMO),
         "data": ("SanaNodesDataset", {"folder": "controlled"}),
         "train": ("SanaNodesTrainControlNet", {"model": ["load", 0], "dataset": ["data", 0]}),
     },
