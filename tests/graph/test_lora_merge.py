@@ -42,6 +42,7 @@ def pairs(dialect, rank=4):
 def file(host):
     """Where a test puts its LoRA."""
     path = host.models / "loras" / "merge.safetensors"
+    path.parent.mkdir(exist_ok=True)
     yield path
     path.unlink()
 
