@@ -1,5 +1,6 @@
 """The graph that most tests begin with, models of other kinds, and files in ComfyUI's folders."""
 
+import gc
 import json
 import shutil
 
@@ -14,9 +15,15 @@ from variants import SANA_1_5, SPRINT, make_variant
 @pytest.fixture(scope="module")
 def one_load(host):
     """In a file of tests, loaders with the same inputs and files run once. All other nodes run in each graph."""
+    from comfy.model_management import cleanup_models
+
     host.loaded = {}
     yield
     host.loaded = None
+    # ComfyUI's list must not keep entries of freed models for the next file.
+    host.executor.reset()
+    gc.collect()
+    cleanup_models()
 
 
 @pytest.fixture
