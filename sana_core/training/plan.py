@@ -333,18 +333,24 @@ def merge_batches(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, phase=tuple(map(merge, settings.phase)))
 
 
-def propose_faster(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> list[str]:
+def propose_larger(settings: TrainingSettings, base: Base, room: float, cards: int = 1) -> list[str]:
     """Return the changes to the largest batches that fit `cards` GPUs of `room` bytes each, as text.
 
-    A step then has fewer batches, so the host starts fewer operations. This does not pay if a batch needs gradient
-    checkpointing that smaller ones do without.
+    A GPU then has fewer microbatches in a step, so its host starts fewer operations. This does not pay if a batch needs
+    gradient checkpointing that smaller ones do without.
     """
+
+    def microbatches_of(candidate: TrainingSettings) -> int:
+        return sum(rank_share(phase, cards)[0] for phase in candidate.phase)
+
     checkpointing = decide_checkpointing(settings, base, room, cards).checkpoint_gradients
-    chosen, following = settings, merge_batches(settings)
-    while following != chosen and plan_training(following, base, cards).gpu_bytes <= room:
+    chosen, last, following = settings, settings, merge_batches(settings)
+    while following != last and plan_training(following, base, cards).gpu_bytes <= room:
         if decide_checkpointing(following, base, room, cards).checkpoint_gradients != checkpointing:
             break
-        chosen, following = following, merge_batches(following)
+        if microbatches_of(following) < microbatches_of(chosen):
+            chosen = following
+        last, following = following, merge_batches(following)
     return differences(settings, chosen)
 
 
@@ -472,8 +478,8 @@ def fit_lines(settings: TrainingSettings, base: Base, plan: Plan, room: float | 
         return [f"{needed}: " + (f"fits a GPU of {fitting[0]} GB" if fitting else f"more than {GPU_SIZES[-1]} GB")]
     name = f"a GPU of {room / 2**30:.4g} GB"
     if plan.gpu_bytes <= room:
-        faster = "; ".join(propose_faster(settings, base, room, cards))
-        return [f"{needed}: fits {name}", *([f"faster, and fits too: {faster}"] if faster else [])]
+        larger = "; ".join(propose_larger(settings, base, room, cards))
+        return [f"{needed}: fits {name}", *([f"fits too, with fewer batches a step: {larger}"] if larger else [])]
     proposal = propose(settings, base, room, cards)
     changes, least = "; ".join(proposal.changes), f"{proposal.plan.gpu_bytes / 1e9:.1f} GB"
     lines = [f"{needed}, for {plan.largest.name}: does not fit {name}"]
