@@ -319,6 +319,15 @@ def test_before_it_begins_it_says_what_fits(host, checkpoint):
     assert training.proposal_with_widgets(proposal) == 'batch_size = 16 and accumulate = 4; base = "int8"'
 
 
+def test_prodigy_has_its_first_estimate_and_its_factor_from_the_node(host, training_graph, runs):
+    pytest.importorskip("pytorch_optimizer")
+    options, learnt = {"optimizer": "prodigy", "learning_rate": 1.0, "gradient_clip": 1.0, "steps": 4, "draw": 1}, {}
+    for name, values in {"as set": {}, "farther": {"d0": 1e-3}, "faster": {"d_coef": 100.0}}.items():
+        lora = host.run(training_graph(name=name, **options, **values))["lora"]
+        learnt[name] = sum(float(lora[key].abs().sum()) for key in lora if "lora_B" in key)
+    assert 2 * learnt["as set"] < min(learnt["farther"], learnt["faster"]), learnt
+
+
 def test_the_node_shows_step_and_pictures(host, training_graph, watched, node_texts):
     seen = []
     watched(lambda value, total, preview: seen.append((value, total, preview)))

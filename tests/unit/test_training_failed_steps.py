@@ -392,11 +392,13 @@ ON_ONE_RANK = [
 SLOW_CASES = (3, 4, 7, 8)
 
 
-@NEEDS_NEW_TORCH
 @pytest.mark.parametrize(
     ("options", "owner", "function", "call", "failure", "errors"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if number in SLOW_CASES else ())
+        pytest.param(
+            *case,
+            marks=[pytest.mark.slow] * (number in SLOW_CASES) + [NEEDS_NEW_TORCH] * (case[0].get("parallel") == "fsdp"),
+        )
         for number, case in enumerate(ON_ONE_RANK)
     ],
 )

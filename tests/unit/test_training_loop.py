@@ -13,7 +13,7 @@ from PIL import Image
 from trained import Stopped, last_state, lines_of, newest, same, stopping_after
 
 from sana_core.errors import CheckpointError, InputError, TrainingError
-from sana_core.training import loss, optimizers, trainer
+from sana_core.training import cache, loss, optimizers, trainer
 from sana_core.training.settings import Loss, Method, Optimizer, Phase, TrainingSettings, Validation, check_settings
 from sana_core.training.states import describe_validation, find_states
 
@@ -114,6 +114,17 @@ def test_a_dropped_caption_is_masked_as_its_reference_masks_the_negative_prompt(
         losses += [line["loss"] for line in lines_of(run_settings.out) if "loss" in line]
     # NVIDIA's code masks the negative prompt as the prompt, diffusers' by itself
     assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == (reference == "diffusers")
+
+
+def test_the_memory_of_each_encoder_is_returned_once(settings, monkeypatch, tmp_path):
+    devices = []
+    monkeypatch.setattr(cache, "empty_cache", devices.append)
+    run_settings = replace(settings(steps=1, validation=Validation()), cache=str(tmp_path / "cache"))
+    trainer.train(run_settings)
+    assert devices == 2 * [torch.device("cpu")]
+    # With a complete cache neither is loaded.
+    trainer.train(replace(run_settings, out=str(tmp_path / "again")))
+    assert len(devices) == 2
 
 
 def test_memory_that_runs_out_turns_checkpointing_on_or_names_what_takes_less(settings, monkeypatch):
