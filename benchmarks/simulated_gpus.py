@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.simulation import Time
 from sana_core.batch.plan import batch_images, split_into_chunks
 from sana_core.engine.loop import Run
-from sana_core.runtime.cancellation import WatchClock
+from sana_core.runtime.limits import WatchClock
 
 # The share of a launch's host time in which Python's lock is held. PyTorch's C++ code releases it for the rest.
 HELD = 0.8

@@ -12,7 +12,7 @@ from typing import Any
 
 from sana_core.batch.plan import Chunk
 from sana_core.engine.loop import Run
-from sana_core.runtime.cancellation import LIMITS, Limits, WatchClock
+from sana_core.runtime.limits import LIMITS, Limits, WatchClock
 
 
 class Time:

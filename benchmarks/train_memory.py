@@ -29,7 +29,7 @@ from sana_core.model.known_models import (
     Architecture,
     build_transformer,
 )
-from sana_core.runtime.checks import FileRange
+from sana_core.runtime.user_files import FileRange
 from sana_core.training.cache import Batch
 from sana_core.training.dataset import Sample
 from sana_core.training.plan import released_base, training_stage

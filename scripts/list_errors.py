@@ -18,8 +18,8 @@ FILLED = "..."
 # {section: pattern of the files whose messages it lists}. The first match counts.
 SECTIONS = {
     "Several GPUs and clusters": r"(split|cluster)/|model/row_shards|nodes/host/.*split",
-    "Training": r"training|commands/train|nodes/dataset",
-    "Command line and batches": r"sana_core/(batch/(?!best)|commands/)|(_files|_ranges|video/generate|_lock)\.py$",
+    "Training": r"training|commands/train",
+    "Command line and batches": r"sana_core/(batch/(?!best)|commands/)|(_files|video/generate|_lock)\.py$",
     "Models and their files": r"/checkpoints/|/(scorer|best)\.py|host/(folders|file_s|.*/(quantise|weights))",
     "Nodes, prompts and images": "",
 }

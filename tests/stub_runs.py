@@ -22,7 +22,7 @@ from sana_core.batch.plan import FailedImage, ImageSpec, batch_images, split_int
 from sana_core.engine import process
 from sana_core.engine.loop import Run
 from sana_core.engine.process import Processes, ProcessWorker
-from sana_core.runtime.cancellation import LIMITS, Limits
+from sana_core.runtime.limits import LIMITS, Limits
 
 STUB = Path(__file__).parent / "stub_engine" / "sana_core"
 CPU = torch.device("cpu")

@@ -34,6 +34,7 @@ from ..runtime.accelerator import current_accelerator
 from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_finite, check_name, check_number, check_text
 from ..runtime.device_team import DeviceThreads
+from ..runtime.text import get_logger
 from ..sampling.guidance import ControlledModel, ShardedModel, choose_sampling, denoiser, perturbed_attention
 from ..sampling.samplers import StepState, find_sampler, start_from_image
 from ..sampling.schedules import shift_sigmas
@@ -42,8 +43,6 @@ from .plan import NO_IMAGES, Chunk, Embedding, FailedImage, ImageInputs, Step, W
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, SanaTransformer2DModel
-
-from ..runtime.text import get_logger
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The images of a batch, how they are divided into chunks, and how many are finished.
+"""The images of a batch and their inputs, how they are divided into chunks, and reports of steps and workers.
 
 An image depends only on its prompt and its seed.
 """

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..runtime.checks import check_text, read_user_file
+from ..runtime.checks import check_text
 from ..runtime.text import Json, brief, get_logger
+from ..runtime.user_files import read_user_file
 from .plan import LARGEST_SEED
 
 logger = get_logger(__name__)

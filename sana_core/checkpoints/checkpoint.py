@@ -17,9 +17,7 @@ from ..errors import CheckpointError, MissingFileError
 from ..model.known_models import GEMMA_WIDTHS, controlnet_name, variant_name
 from ..runtime.text import Json, brief, first_few, shown
 from .configs import (
-    BASE_BLOCK,
     VIDEO2,
-    Origin,
     architecture,
     autoencoder_config,
     controlnet_config,
@@ -35,6 +33,7 @@ from .configs import (
 )
 from .files import FOREIGN, INCOMPLETE, read_json
 from .headers import Header, Headers, Weights
+from .keys import BASE_BLOCK, Origin
 from .schemas import (
     AUTOENCODER_FIELDS,
     GEMMA_FIELDS,

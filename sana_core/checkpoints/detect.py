@@ -27,25 +27,19 @@ from .checkpoint import (
     check_config,
     check_tensors,
 )
-from .configs import (
+from .configs import VIDEO2, architecture, contradiction, count, named, resolution_config
+from .files import parse_json, read_json, readable
+from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
+from .keys import (
     BASE_BLOCK,
     HOLDERS,
-    LONG,
-    VIDEO2,
     VIDEO_TENSORS,
     WRAPPERS,
     Origin,
-    architecture,
     autoencoder_origins,
-    contradiction,
-    count,
     is_adapter,
-    named,
-    resolution_config,
     transformer_origins,
 )
-from .files import parse_json, read_json, readable
-from .headers import SAFETENSORS, Header, Weights, read_header, read_sharded, tensor_bytes
 from .pickled import EMA
 from .schemas import MOST_CELLS
 
@@ -63,6 +57,8 @@ SEQUENCE = 'VIBE of the kind "seq_cat", which this pack does not run, only the r
 # do not write the metadata of a node pack.
 SAVED_CONFIG = "sana_config"
 LARGEST_CONFIG = 1_000_000
+# In the names of LongSANA and of its folders.
+LONG = re.compile(r"(?<![a-z])long[-_. ]?(?:live|sana)", re.IGNORECASE)
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}$")
 # Resolutions by the texts in file names, such as 512 and 4k.
 NAMED_RESOLUTIONS = {str(pixels): pixels for pixels in RESOLUTIONS}

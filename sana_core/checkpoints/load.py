@@ -20,7 +20,7 @@ from ..model.known_models import DEFAULT_RESOLUTION, DEFAULTS, SPRINT, VIDEOS, T
 from ..model.layers import arrange_convolutions
 from ..model.reference import AUTO, NVIDIA, set_reference
 from ..model.text import TextEncoder
-from ..runtime.accelerator import import_failure
+from ..runtime.libraries import import_failure
 from ..runtime.text import Json, brief, first_few
 from .checkpoint import CHECKPOINT_KINDS, FP8_FILE, TOKENIZERS, TRANSFORMER_KINDS, Checkpoint, Source, find_part
 from .configs import VIDEO2, count, edit_head_config, resolution_config

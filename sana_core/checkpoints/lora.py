@@ -14,9 +14,9 @@ from ..errors import InputError
 from ..model.reference import RULES
 from ..runtime.text import Json, brief
 from . import Checkpoint, find_part, inspect_checkpoint
-from .configs import COLUMNS, HOLDERS, LEAF, ROWS, WRAPPERS, part_of
 from .files import parse_json, read_json
 from .headers import PICKLED, read_file
+from .keys import COLUMNS, HOLDERS, LEAF, ROWS, WRAPPERS, part_of
 from .load import check_finite
 from .schemas import check_peft
 

@@ -14,10 +14,11 @@ from ..checkpoints import inspect_checkpoint
 from ..checkpoints.fingerprint import fingerprint
 from ..engine.body import Job, pack_texts
 from ..engine.loop import Run
-from ..engine.process import read_switches
+from ..engine.switches import read_switches
 from ..errors import ClusterError, InputError
-from ..runtime.cancellation import LIMITS, no_poll
+from ..runtime.cancellation import no_poll
 from ..runtime.folder_lock import Hold
+from ..runtime.limits import LIMITS
 from ..runtime.text import Json
 from .connection import ClusterSettings
 from .fleet import ActorError, Fleet

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..batch.plan import OnStatus, no_status
 from ..errors import ClusterError, InputError, VersionError
-from ..runtime.cancellation import LIMITS, Poll, WatchClock, no_poll
+from ..runtime.cancellation import Poll, no_poll
 from ..runtime.checks import check_number
+from ..runtime.limits import LIMITS, WatchClock
 from ..runtime.text import Json, brief
 
 if TYPE_CHECKING:

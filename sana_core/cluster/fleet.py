@@ -17,7 +17,7 @@ from typing import Any
 
 from ..batch.plan import counted
 from ..errors import ClusterError
-from ..runtime.cancellation import WatchClock
+from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
 from .connection import ACTOR_TIMEOUT, HEALTH_CHECK_INTERVAL, LOADING_TIMEOUT, PLACEMENT_TIMEOUT
 from .session import ClusterRun

@@ -19,7 +19,8 @@ import torch
 from ..batch.plan import OnStatus, no_status
 from ..engine.body import pack
 from ..errors import ClusterError, SanaError
-from ..runtime.cancellation import Poll, WatchClock, no_poll
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.limits import WatchClock
 from ..runtime.text import Json, brief, get_logger
 from .connection import (
     ACTOR_IDLE_TIMEOUT,

@@ -23,9 +23,10 @@ from ..errors import CheckpointError, InputError, first_line
 from ..model.latents import DOWNSCALE, check_channels
 from ..runtime.accelerator import chosen_device, free_bytes
 from ..runtime.atomic_files import check_free, make_folder, output_file
-from ..runtime.checks import check_number, read_user_file
+from ..runtime.checks import check_number
 from ..runtime.image_files import WRITERS, levels
 from ..runtime.text import brief, write_lines
+from ..runtime.user_files import read_user_file
 from .options import path_of, progress_line
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from ..errors import FailedImagesError, InputError, OutputError, SanaError
 from ..generate import generate
 from ..model.known_models import VIDEOS, edits_images
 from ..runtime.atomic_files import check_free, make_folder, output_file
-from ..runtime.checks import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import Json, get_logger, write_lines
+from ..runtime.user_files import FileRange, read_range
 from ..training.images import decode_image
 from ..video.generate import check_writer, generate_video, read_first, write_video
 from ..video.latents import video_shape

@@ -10,7 +10,8 @@ import torch
 
 from ..cluster.connection import OLDEST_RAY
 from ..kernels.trial import refused_kernels
-from ..runtime.accelerator import COMPANIONS, current_accelerator, has_bf16, import_failure, installed, memory_info
+from ..runtime.accelerator import current_accelerator, has_bf16, memory_info
+from ..runtime.libraries import COMPANIONS, import_failure, installed
 from .report import Report
 
 HERE = Path(__file__).parents[2]

@@ -43,7 +43,7 @@ from ..runtime.folder_lock import OWN, check_run
 from ..runtime.text import Json, get_logger
 from ..sampling.guidance import EditImage
 from ..sampling.samplers import InitImage
-from .process import set_switches
+from .switches import set_switches
 
 if TYPE_CHECKING:
     from diffusers import SanaControlNetModel

@@ -15,13 +15,14 @@ from ..batch.pipeline import Request
 from ..batch.plan import Chunk, FailedImage, Generated, Step, WorkerReport, stop_if_all_fail
 from ..checkpoints import Checkpoint, inspect_checkpoint
 from ..runtime.accelerator import release_memory_of
-from ..runtime.cancellation import LIMITS, Limits
+from ..runtime.limits import LIMITS, Limits
 from ..runtime.text import Json, get_logger
 from .body import Body, Job, describe_failure, pack, pack_texts, unpack
 from .child import TaskRunner
 from .loop import Run
-from .process import kill_left_out, processes, read_switches
+from .process import kill_left_out, processes
 from .schedule import Worker
+from .switches import read_switches
 
 logger = get_logger(__name__)
 

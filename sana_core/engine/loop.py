@@ -1,7 +1,7 @@
 """The loop of a batch: which worker does what next, and what happens when a worker fails.
 
 Each rule is one method of `Run`. schedule.py has the work that no worker has, and lists the events of workers, which
-are the only way back.
+are the only way back. runtime/limits.py has the seconds that a worker may be silent.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
+from .. import errors
 from ..batch.plan import Chunk, FailedImage, Generated
 from ..errors import ClusterError, InputError, SanaError, first_line
-from ..runtime.cancellation import LIMITS, Limits, Poll, WatchClock, no_poll
+from ..runtime.cancellation import Poll, no_poll
+from ..runtime.limits import LIMITS, Limits, WatchClock
 from ..runtime.text import Json, get_logger
-from .schedule import Schedule, Seat, Task, rebuild
+from .schedule import Schedule, Seat, Task
 
 logger = get_logger(__name__)
 
@@ -367,3 +371,13 @@ class Run:
         logger.warning("batch: %s hangs; it gets no more images until it responds", seat.worker.name)
         self.schedule.requeue(seat.tasks)
         seat.tasks, seat.state = [], "hanging"
+
+
+def rebuild(kind: str, text: str, name: str) -> BaseException:
+    """Return the error of another process from the name of its class, which may be one of errors.py, and its text."""
+    if kind == "memory":
+        return torch.OutOfMemoryError(text)
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, SanaError):
+        return error_class(text)
+    return RuntimeError(text)

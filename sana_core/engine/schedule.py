@@ -25,11 +25,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import torch
-
-from .. import errors
 from ..batch.plan import Chunk, ImageSpec
-from ..errors import SanaError
 
 
 class Worker(Protocol):
@@ -105,16 +101,6 @@ class Seat:
     @property
     def pace(self) -> float | None:
         return self.seconds / self.images if self.images else None
-
-
-def rebuild(kind: str, text: str, name: str) -> BaseException:
-    """Return the error of another process from the name of its class, which may be one of errors.py, and its text."""
-    if kind == "memory":
-        return torch.OutOfMemoryError(text)
-    error_class = getattr(errors, name, None)
-    if isinstance(error_class, type) and issubclass(error_class, SanaError):
-        return error_class(text)
-    return RuntimeError(text)
 
 
 # Prompts of the first block. Each further block is twice as large, up to the largest: a device loads the text encoder

@@ -31,7 +31,8 @@ from .accelerator import (
     release_memory_of,
     synchronize,
 )
-from .cancellation import LIMITS, Poll, WatchClock, no_poll
+from .cancellation import Poll, no_poll
+from .limits import LIMITS, WatchClock
 
 CPU = torch.device("cpu")
 # Seconds between two polls.

@@ -38,8 +38,8 @@ from ..model.text import encode_prompts
 from ..runtime.accelerator import empty_cache
 from ..runtime.atomic_files import digest_of, read_small, reason_of, write_whole
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import FileRange, read_range
 from ..runtime.text import Json, brief, get_logger
+from ..runtime.user_files import FileRange, read_range
 from .dataset import Faults, Sample, is_unreadable, warn_of_skipped, without_traceback
 from .images import CROP_RULE, MIDDLE, decode_image, fit_image
 from .settings import TrainingSettings

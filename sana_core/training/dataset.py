@@ -29,8 +29,9 @@ from ..checkpoints.files import readable
 from ..errors import InputError, MissingFileError, ReadError, SanaError
 from ..runtime.atomic_files import reason_of
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import FileRange, check_text, opened_range, read_range
+from ..runtime.checks import check_text
 from ..runtime.text import Json, brief, get_logger
+from ..runtime.user_files import FileRange, opened_range, read_range
 from .images import MIDDLE, OTHER_ENDINGS, Bucket, Crop, SizeOf, decode_image, image_endings, upright_size
 
 if TYPE_CHECKING:

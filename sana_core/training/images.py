@@ -17,8 +17,9 @@ import torch
 from ..errors import InputError, ReadError, SanaError
 from ..model.known_models import SHAPES
 from ..model.latents import DOWNSCALE
-from ..runtime.checks import FileRange, check_whole, opened_range
+from ..runtime.checks import check_whole
 from ..runtime.text import brief
+from ..runtime.user_files import FileRange, opened_range
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import SanaError
-from ..runtime.accelerator import without_collection
 from ..runtime.atomic_files import remove
 from ..runtime.cancellation import Poll
+from ..runtime.libraries import without_collection
 from . import schedule, states
 from .cache import (
     SIZES,

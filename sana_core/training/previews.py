@@ -22,9 +22,9 @@ from ..model.controlnet import Control
 from ..model.known_models import model_defaults
 from ..runtime.atomic_files import digest_of, reason_of, write_whole
 from ..runtime.cancellation import Poll
-from ..runtime.checks import FileRange, read_range
 from ..runtime.image_files import LEVEL, levels
 from ..runtime.text import get_logger
+from ..runtime.user_files import FileRange, read_range
 from .cache import EncodePixels, Encoders, ModelIds, Store, Tensors, encode_padded, encode_unpadded
 from .dataset import PICTURES, SHEET
 from .images import CROP_RULE, Bucket, crop_image, decode_image

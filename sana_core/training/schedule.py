@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoints.fingerprint import digest_json
-from ..runtime.accelerator import without_collection
 from ..runtime.atomic_files import digest_of
 from ..runtime.cancellation import Poll
-from ..runtime.checks import FileRange
+from ..runtime.libraries import without_collection
 from ..runtime.text import get_logger
+from ..runtime.user_files import FileRange
 from .cache import BrokenImages, Cache, Encoders, ModelIds, Store, Stream, build_cache
 from .dataset import Sample, check_controls, read_dataset
 from .images import MIDDLE, Bucket, Crop, SizeOf, choose_bucket, is_smaller, upright_size

@@ -17,11 +17,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from ..checkpoints.configs import ROWS
+from ..checkpoints.keys import ROWS
 from ..errors import InputError
 from ..model.latents import DOWNSCALE, LARGEST
-from ..runtime.checks import RENAME, check_number, check_text, read_user_file
+from ..runtime.checks import RENAME, check_number, check_text
 from ..runtime.text import Json
+from ..runtime.user_files import read_user_file
 from ..sampling.guidance import LARGEST_GUIDANCE
 from ..sampling.schedules import LARGEST_STEPS
 from .images import LARGEST_RESOLUTION

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoints.configs import COLUMNS, ROWS
 from ..checkpoints.headers import write_tensors
+from ..checkpoints.keys import COLUMNS, ROWS
 from ..checkpoints.lora import Adapter, Tensors, adapted, dora_scale, parts_of, product_of, read_whole, split_layers
 from ..errors import InputError, VersionError
 from ..model.controlnet import Control

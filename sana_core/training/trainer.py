@@ -34,9 +34,9 @@ from ..model.reference import reference_of
 from ..runtime.accelerator import chosen_device, empty_cache, is_out_of_memory
 from ..runtime.atomic_files import digest_of, make_folder
 from ..runtime.cancellation import Poll, no_poll
-from ..runtime.checks import FileRange, read_range
 from ..runtime.folder_lock import OWN, Hold, check_run, hold
 from ..runtime.text import Json, get_logger
+from ..runtime.user_files import FileRange, read_range
 from . import optimizers, schedule, states, trained_model
 from .cache import Batch
 from .came import CAME

@@ -25,8 +25,9 @@ from ..model.latents import noise_stream
 from ..model.reference import AUTO, model_timestep, reference_of
 from ..model.text import encode_prompts, with_motion
 from ..runtime.atomic_files import output_file
-from ..runtime.checks import FileRange, check_finite, check_name, check_text, check_whole, read_range
+from ..runtime.checks import check_finite, check_name, check_text, check_whole
 from ..runtime.image_files import levels
+from ..runtime.user_files import FileRange, read_range
 from ..sampling.guidance import choose_sampling
 from ..sampling.samplers import find_sampler
 from ..training.images import decode_image

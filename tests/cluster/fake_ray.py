@@ -18,7 +18,7 @@ from sana_core.cluster.batch import generate_with
 from sana_core.cluster.connection import ClusterSettings
 from sana_core.cluster.session import ActorCache, ClusterRun
 from sana_core.engine.body import Job
-from sana_core.runtime import cancellation
+from sana_core.runtime import limits
 
 # ids of machines
 A, B, C, D = (letter * 56 for letter in "abcd")
@@ -120,7 +120,7 @@ class FakeRay:
     def install(self, monkeypatch):
         """Use this cluster, and its time, in the fleet."""
         virtual = SimpleNamespace(monotonic=lambda: self.now, sleep=self.advance)
-        monkeypatch.setattr(cancellation, "time", virtual)
+        monkeypatch.setattr(limits, "time", virtual)
         monkeypatch.setattr(fleet, "time", virtual)
         monkeypatch.setattr(actor, "describe_code", lambda folder: CODE)
         monkeypatch.setattr(actor, "actor_class", lambda: SimpleNamespace(options=self.options))

@@ -10,7 +10,7 @@ import ray
 
 from sana_core.cluster.connection import call_in_thread, connect_client, connected
 from sana_core.errors import ClusterError, VersionError
-from sana_core.runtime import cancellation
+from sana_core.runtime import limits
 from sana_core.runtime.cancellation import no_poll
 
 
@@ -77,7 +77,7 @@ def test_a_connection_that_comes_too_late_is_ended():
 def test_time_in_which_the_process_was_stopped_is_no_silence(monkeypatch):
     """The thread that talks to the cluster was stopped as well, and may run later than the one that waits for it."""
     now, looks, continued = [0.0], [], threading.Event()
-    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def poll():
         now[0] += 300.0 if len(looks) == 1 else 0.5
@@ -90,7 +90,7 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(monkeypatch):
 
 def test_silence_is_still_found(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def poll():
         now[0] += 20.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mutations import changed_bytes
 from PIL import Image
 
-from sana_core.runtime.checks import FileRange
+from sana_core.runtime.user_files import FileRange
 from sana_core.training.images import decode_image, upright_size
 
 ROWS = np.linspace(0, 255, 24 * 16 * 3).reshape(16, 24, 3).astype(np.uint8)

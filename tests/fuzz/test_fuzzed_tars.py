@@ -7,7 +7,7 @@ from hypothesis import given
 from mutations import changed_bytes
 from PIL import Image
 
-from sana_core.runtime.checks import opened_range
+from sana_core.runtime.user_files import opened_range
 from sana_core.training.dataset import open_image, read_dataset
 
 

@@ -342,7 +342,7 @@ def main() -> None:
         host = Host(Path(base) / "base")
         host.nodes.NODE_CLASS_MAPPINGS["Fresh"] = Fresh
         logging.disable(logging.CRITICAL)
-        run, limits = pack("nodes.host.batch.run"), pack("sana_core.runtime.cancellation").LIMITS
+        run, limits = pack("nodes.host.batch.run"), pack("sana_core.runtime.limits").LIMITS
         team, decode = pack("sana_core.runtime.device_team"), pack("sana_core.decode.devices")
         for module, name, value in (
             (run, "LIMITS", limits._replace(first=2 * BATCH_GRACE, grace=BATCH_GRACE)),

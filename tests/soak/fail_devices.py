@@ -42,7 +42,7 @@ from sana_core.engine import body, loop, schedule  # noqa: E402
 from sana_core.engine.local import generate_local  # noqa: E402
 from sana_core.errors import first_line  # noqa: E402
 from sana_core.runtime.accelerator import is_driver_error, is_out_of_memory  # noqa: E402
-from sana_core.runtime.cancellation import LIMITS  # noqa: E402
+from sana_core.runtime.limits import LIMITS  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "models" / "sana-tiny"
 PROMPTS = [f"a {colour} circle" for colour in ("red", "green", "blue", "white", "black")]

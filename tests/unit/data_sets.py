@@ -6,7 +6,7 @@ import tarfile
 import numpy as np
 from PIL import Image
 
-from sana_core.runtime.checks import read_range
+from sana_core.runtime.user_files import read_range
 from sana_core.training.dataset import read_dataset
 from sana_core.training.images import decode_image
 

@@ -18,7 +18,7 @@ from sana_core.batch.plan import FailedImage, Workload, batch_images
 from sana_core.checkpoints.load import empty_parameters
 from sana_core.engine import body, loop, schedule
 from sana_core.engine.local import generate_local, make_job
-from sana_core.runtime.cancellation import LIMITS
+from sana_core.runtime.limits import LIMITS
 
 PROMPTS = ["a red circle on a blue background", "a blue square on a white background"]
 SETTINGS = SamplingSettings(128, 128, steps=4)

@@ -28,7 +28,7 @@ from sana_core.engine import local, process
 from sana_core.engine.local import generate_local
 from sana_core.engine.process import Processes
 from sana_core.errors import ClusterError
-from sana_core.runtime import cancellation
+from sana_core.runtime import limits
 from sana_core.sampling.samplers import InitImage
 
 ROOT = Path(__file__).parents[2]
@@ -386,7 +386,7 @@ def test_an_image_that_kills_its_worker_five_times_is_a_failed_image(stub, run):
 
 def test_a_consumer_that_pauses_while_a_worker_is_lost_gets_all_images(stub, monkeypatch):
     """The pause is longer than a worker may be silent. It must not count as silence of the other worker."""
-    monkeypatch.setattr(cancellation, "LONGEST_GAP", 0.2)
+    monkeypatch.setattr(limits, "LONGEST_GAP", 0.2)
     work = Work({"revision": "pause", "step": 0.02}, count=20, chunk=1)
     results, births = [], []
     with stub.processes.borrow([CPU] * 2) as workers:

@@ -20,7 +20,7 @@ from sana_core.engine.body import Body, pack
 from sana_core.engine.local import ThreadWorker, make_job
 from sana_core.engine.loop import Run
 from sana_core.errors import ClusterError
-from sana_core.runtime.cancellation import WatchClock
+from sana_core.runtime.limits import WatchClock
 
 TEXTS = {"a": "text", None: "negative"}
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulation import SimulatedWorker, Time, run_of
 from sana_core.batch.plan import batch_images, split_into_chunks
 from sana_core.errors import ClusterError
-from sana_core.runtime.cancellation import LIMITS
+from sana_core.runtime.limits import LIMITS
 
 
 def simulate(speeds, images=100, chunk=4, grace=60.0, **options):

@@ -17,7 +17,7 @@ from ....sana_core.batch.pipeline import SamplingSettings, resolve_settings
 from ....sana_core.batch.plan import Embedding, ImageSpec, batch_images
 from ....sana_core.checkpoints import inspect_checkpoint
 from ....sana_core.engine.body import ControlSpec, Job, Packed, pack
-from ....sana_core.engine.process import read_switches
+from ....sana_core.engine.switches import read_switches
 from ....sana_core.errors import InputError
 from ....sana_core.model.forward import longest_prompt
 from ....sana_core.model.known_models import MAX_TOKENS, SPRINT, edits_images, model_of

@@ -40,8 +40,8 @@ from ....sana_core.engine.process import kill_left_out, processes
 from ....sana_core.errors import InputError, SanaError
 from ....sana_core.model.known_models import SPRINT
 from ....sana_core.model.latents import DOWNSCALE
-from ....sana_core.runtime.cancellation import LIMITS
 from ....sana_core.runtime.checks import check_finite
+from ....sana_core.runtime.limits import LIMITS
 from ....sana_core.runtime.text import Json, get_logger
 from ..compat import unshared
 from ..folders import CLUSTER, configured_cluster, one_gpu_note
