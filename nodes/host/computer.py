@@ -20,8 +20,9 @@ from ...sana_core.doctor.machine import installed
 from ...sana_core.doctor.report import SECONDS
 from ...sana_core.memory import ImagePlan, StagePlan, plan_memory
 from ...sana_core.model.known_models import VARIANTS
+from .charts import BLUE, ORANGE, Bar, as_image, draw_bars
 from .folders import BUNDLED, find_file, list_files, list_models, model_path
-from .report import BLUE, ORANGE, Bar, as_image, draw_bars, status_under_running_node
+from .report import status_under_running_node
 
 LEGEND = (("weights", BLUE), ("everything else", ORANGE))
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 from sana_core.memory import plan_memory
 
-# Pixels and colours of nodes/host/report.py.
+# Pixels and colours of nodes/host/charts.py.
 TOP, STEP, BAR, BOTTOM = 100, 50, 34, 50
 BLUE, ORANGE = (91, 122, 166), (226, 150, 74)
 PROMPTS = "a red circle on a blue background\na blue square on a white background"

@@ -43,17 +43,10 @@ from ....sana_core.model.latents import DOWNSCALE
 from ....sana_core.runtime.checks import check_finite
 from ....sana_core.runtime.limits import LIMITS
 from ....sana_core.runtime.text import Json, get_logger
+from ..charts import BLUE, Bar, draw_bars
 from ..compat import unshared
 from ..folders import CLUSTER, configured_cluster, one_gpu_note
-from ..report import (
-    BLUE,
-    Bar,
-    Notes,
-    draw_bars,
-    progress_under_running_node,
-    show_on_running_node,
-    status_under_running_node,
-)
+from ..report import Notes, progress_under_running_node, show_on_running_node, status_under_running_node
 from ..sampling.core_nodes import unfit
 from ..sampling.sampler import SEED
 from .devices import CanvasBody, clear_device, find_devices, with_controls

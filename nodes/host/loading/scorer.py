@@ -18,7 +18,7 @@ from ....sana_core.runtime.cancellation import Polled
 from ....sana_core.runtime.checks import check_text
 from ....sana_core.runtime.image_files import levels
 from ....sana_core.runtime.text import get_logger
-from ..report import PAPER, TEXT, as_image
+from ..charts import PAPER, TEXT, as_image
 from ..sampling.sampler import SEED
 from .vae import SanaAutoencoder, check_decodable
 

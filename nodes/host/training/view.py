@@ -18,7 +18,8 @@ from ....sana_core.runtime.image_files import levels
 from ....sana_core.training.dataset import SHEET, Sample, open_image, read_dataset
 from ....sana_core.training.images import Bucket, choose_bucket, crop_box, is_smaller
 from ....sana_core.training.states import Eta, Line, describe_validation
-from ..report import PAPER, TEXT, as_image, show_progress
+from ..charts import PAPER, TEXT, as_image
+from ..report import show_progress
 
 # A data set
 
