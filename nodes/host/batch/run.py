@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -60,10 +60,6 @@ from .job import (
     encode_batch_hints,
     packed_weights,
 )
-
-if TYPE_CHECKING:
-    from ..report import Notes
-    from .job import BatchInputs
 
 logger = get_logger(__name__)
 
@@ -140,71 +136,6 @@ class Results:
         return dict(sorted(self.rows.items()))
 
 
-# The attribute of the PromptServer that has the session.
-SESSION = "sana_cluster_session"
-
-
-def session_on(cluster: ClusterSettings) -> Session:
-    """Return the session on `cluster`. It is an attribute of the server, because it outlives graphs."""
-    server = PromptServer.instance
-    session: Session | None = getattr(server, SESSION, None)
-    if session is not None and session.cluster != cluster:
-        session.leave()
-        session = None
-    if session is None or session.lost:
-        session = Session(cluster)
-        setattr(server, SESSION, session)
-    return session
-
-
-def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
-    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`.
-
-    A machine loads the file that MODEL came from, and receives encoded prompts and the weights that LoRAs have changed.
-    Workers stay for the next run, if it has the same MODEL.
-    """
-    cluster, poll = configured_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
-    if cluster is None:
-        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
-    job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER_READER)
-    files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))
-    # The first time, this reads the whole files.
-    weights = {path: fingerprint(inspect_checkpoint(path), lambda *progress: poll()) for path in files}
-    job = job._replace(weights=weights, previews=False)
-    workload = Workload(range(batch.prompts), batch.images, batch.chunk or None, encoded=encoded)
-    results, report, session = Results(batch, len(batch.images)), WorkerReport(), session_on(cluster)
-    progress, show = Progress(len(batch.images)), progress_under_running_node()
-    settings = job.settings
-    models = (job.transformer, job.autoencoder, repr(weights), job.resolution, settings.dtype, settings.reference)
-    key = (*models, batch.model.patches_uuid)
-
-    def changed() -> dict[str, torch.Tensor]:
-        # The workers end when MODEL is freed.
-        weakref.finalize(batch.model.model, session.forget, key)
-        return dict(changed_weights(batch.model))
-
-    def work(run: ClusterRun) -> Generator[Generated, None, None]:
-        return generate_with(run, job, workload, report)
-
-    with closing(session.run(key, changed, work, poll, status_under_running_node())) as generated:
-        for image, content in generated:
-            results.add(image, content)
-            latent = None if isinstance(content, FailedImage) else torch.from_numpy(content[0].copy())[None]
-            results.advance(1, None if latent is None else results.preview(latent))
-            progress.step()
-            show(progress.describe(len(report.ready)))
-    machines: Counter[str] = Counter()
-    for worker, number in report.finished.items():
-        machines[report.machines[worker]] += number
-    return results.finish(notes), machines
-
-
-# Pixels for the text behind the longest bar.
-TEXT_WIDTH = 360
-# How many seconds the node waits at its end for a thread that still loads. A GPU may hang for ever.
-LOADING_PATIENCE = 60.0
-
-
 class DeviceStats(NamedTuple):
     """What one device has generated."""
 
@@ -241,10 +172,14 @@ def sample_batch(batch: BatchInputs, choice: str) -> tuple[dict, torch.Tensor | 
     blocked = ExecutionBlocker("SANA Batch Sampler: connect a VAE for IMAGE")
     image = torch.stack(images).to(device) if batch.vae is not None else blocked
     one_gpu = one_gpu_note() if choice == "all" else ""
-    text = describe(stats, time.monotonic() - started)
+    text = describe_stats(stats, time.monotonic() - started)
     if len(stats) > 1:
         show_on_running_node(draw_stats(text.partition(": ")[0], stats), bar_total)
     return out, image, "\n".join(filter(None, [text, one_gpu, *notes.lines]))
+
+
+# How many seconds the node waits at its end for a thread that still loads. A GPU may hang for ever.
+LOADING_PATIENCE = 60.0
 
 
 def sample_on_devices(
@@ -309,6 +244,65 @@ def sample_on_devices(
     return results.finish(notes), stats
 
 
+# The attribute of the PromptServer that has the session.
+SESSION = "sana_cluster_session"
+
+
+def session_on(cluster: ClusterSettings) -> Session:
+    """Return the session on `cluster`. It is an attribute of the server, because it outlives graphs."""
+    server = PromptServer.instance
+    session: Session | None = getattr(server, SESSION, None)
+    if session is not None and session.cluster != cluster:
+        session.leave()
+        session = None
+    if session is None or session.lost:
+        session = Session(cluster)
+        setattr(server, SESSION, session)
+    return session
+
+
+def sample_on_cluster(batch: BatchInputs, notes: Notes) -> tuple[dict[ImageSpec, Row], Counter[str]]:
+    """Return the rows of the images, and the number of images of each machine. Adds lines for the user to `notes`.
+
+    A machine loads the file that MODEL came from, and receives encoded prompts and the weights that LoRAs have changed.
+    Workers stay for the next run, if it has the same MODEL.
+    """
+    cluster, poll = configured_cluster(), comfy.model_management.throw_exception_if_processing_interrupted
+    if cluster is None:
+        raise InputError("devices: this server has no cluster; its operator can add one, see docs/cluster.md")
+    job, encoded = describe_job(batch, encode_batch_hints(batch), CLUSTER_READER)
+    files = filter(None, (job.transformer, job.autoencoder, *(control.path for control in job.controls)))
+    # The first time, this reads the whole files.
+    weights = {path: fingerprint(inspect_checkpoint(path), lambda *progress: poll()) for path in files}
+    job = job._replace(weights=weights, previews=False)
+    workload = Workload(range(batch.prompts), batch.images, batch.chunk or None, encoded=encoded)
+    results, report, session = Results(batch, len(batch.images)), WorkerReport(), session_on(cluster)
+    progress, show = Progress(len(batch.images)), progress_under_running_node()
+    settings = job.settings
+    models = (job.transformer, job.autoencoder, repr(weights), job.resolution, settings.dtype, settings.reference)
+    key = (*models, batch.model.patches_uuid)
+
+    def changed() -> dict[str, torch.Tensor]:
+        # The workers end when MODEL is freed.
+        weakref.finalize(batch.model.model, session.forget, key)
+        return dict(changed_weights(batch.model))
+
+    def work(run: ClusterRun) -> Generator[Generated, None, None]:
+        return generate_with(run, job, workload, report)
+
+    with closing(session.run(key, changed, work, poll, status_under_running_node())) as generated:
+        for image, content in generated:
+            results.add(image, content)
+            latent = None if isinstance(content, FailedImage) else torch.from_numpy(content[0].copy())[None]
+            results.advance(1, None if latent is None else results.preview(latent))
+            progress.step()
+            show(progress.describe(len(report.ready)))
+    machines: Counter[str] = Counter()
+    for worker, number in report.finished.items():
+        machines[report.machines[worker]] += number
+    return results.finish(notes), machines
+
+
 def cluster_notes(batch: BatchInputs) -> list[str]:
     """Return lines for the user about the size, and about inputs that have no effect. The machines do not send any."""
     notes = [batch.model.model.size_note(batch.latent["samples"].shape)]
@@ -318,10 +312,14 @@ def cluster_notes(batch: BatchInputs) -> list[str]:
     return list(filter(None, notes))
 
 
-def describe(stats: Mapping[str, DeviceStats], seconds: float) -> str:
+def describe_stats(stats: Mapping[str, DeviceStats], seconds: float) -> str:
     total = sum(device_stats.images for device_stats in stats.values())
     by_device = ", ".join(f"{device} {device_stats.images}" for device, device_stats in sorted(stats.items()))
     return f"{total} images in {seconds:.1f} s, {total / seconds:.2f} a second: {by_device}"
+
+
+# Pixels for the text behind the longest bar.
+TEXT_WIDTH = 360
 
 
 def draw_stats(title: str, stats: Mapping[str, DeviceStats]) -> Image.Image:
