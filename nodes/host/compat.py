@@ -1,23 +1,21 @@
-"""All patches of ComfyUI, and all uses of its internals, which a new version may rename or move.
+"""Patches of ComfyUI, uses of its internals, and the patches of a MODEL, in this order.
 
-If something has moved, tests/graph/test_host_contract.py fails. It also lists the uses in other files.
+A new version of ComfyUI may rename or move parts that it uses. Then tests/graph/test_host_contract.py fails, which also
+lists the uses in other files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import comfy.lora
-import comfy.model_management
-import comfy.model_patcher
 import comfy.sd
 import comfyui_version
 import folder_paths
 import torch
 from comfy import model_prefetch
-from comfy.model_patcher import LowVramPatch
+from comfy.model_patcher import LowVramPatch, ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from server import PromptServer
 
@@ -27,37 +25,7 @@ from ...sana_core.errors import VersionError
 from ...sana_core.model.known_models import SPRINT
 from ...sana_core.model.text import checked_encode
 
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
 OLDEST = (0, 27)
-# Attributes of a ModelPatcher that contain the patches of ComfyUI or a pack.
-PATCHES = {
-    "patches",
-    "object_patches",
-    "weight_wrapper_patches",
-    "model_options",
-    "wrappers",
-    "callbacks",
-    "injections",
-    "hook_patches",
-    "additional_models",
-}
-# Attributes that do not change images: loaded and replaced weights, notes of packs, and the function that loads again.
-STATE = {
-    "attachments",
-    "backup",
-    "backup_buffers",
-    "cached_hook_patches",
-    "cached_patcher_init",
-    "hook_backup",
-    "hook_patches_backup",
-    "object_patches_backup",
-    "pinned",
-    "_free_methods",
-    "_last_prepare_log_key",
-    "non_dynamic_delegate_model",
-}
 
 
 def check_host() -> None:
@@ -85,10 +53,59 @@ def survive_deleted_folders() -> None:
     folder_paths.cached_filename_list_ = cached_filename_list_
 
 
+def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> None:
+    """Add names to ComfyUI's LoRA loaders. `names_of` returns {name in a LoRA: name of the weight} for a model.
+
+    ComfyUI has a fixed list of names by model class in one function, and no way to extend it. This wraps the function
+    once. Results for other models do not change.
+    """
+    core = comfy.lora.model_lora_keys_unet
+    if getattr(core, "knows_sana", False):
+        return
+
+    def model_lora_keys_unet(model, key_map={}):
+        key_map = core(model, key_map)
+        key_map.update(names_of(model))
+        return key_map
+
+    model_lora_keys_unet.knows_sana = True
+    comfy.lora.model_lora_keys_unet = model_lora_keys_unet
+
+
+# The new node's id, and for each of its inputs a dict with new_id and either old_id or set_value.
+Replacement = tuple[str, list[dict[str, object]]]
+
+
+def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
+    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes.
+
+    This happens before ComfyUI's own replacement, which fails with HTTP 500 if a client sends no `_meta` or leaves an
+    input out, and if a replaced node is linked to another replaced node by an input that has a new name.
+    """
+
+    def is_old(node: object) -> bool:
+        # A client may send anything. The server refuses wrong nodes later.
+        if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
+            return False
+        kind = node.get("class_type")
+        return isinstance(kind, str) and kind in replacements and kind not in nodes.NODE_CLASS_MAPPINGS
+
+    def replace(request: dict) -> dict:
+        prompt = request.get("prompt")
+        for node in filter(is_old, prompt.values()) if isinstance(prompt, dict) else ():
+            node["class_type"], mapping = replacements[node["class_type"]]
+            old = node["inputs"]
+            node["inputs"] = {field["new_id"]: old[field["old_id"]] for field in mapping if field.get("old_id") in old}
+            node["inputs"] |= {field["new_id"]: field["set_value"] for field in mapping if "set_value" in field}
+        return request
+
+    PromptServer.instance.add_on_prompt_handler(replace)
+
+
 def free_memory(device: torch.device) -> int:
     """Return the bytes of `device` that are available: free memory, and memory that dynamic VRAM would evict."""
     # The method does not use `self`.
-    return comfy.model_patcher.ModelPatcher.get_free_memory(None, device)
+    return ModelPatcher.get_free_memory(None, device)
 
 
 def remember_loader(patcher: ModelPatcher, load: Callable[..., ModelPatcher], path: Path, *arguments: object) -> None:
@@ -153,25 +170,6 @@ def empty_vae(device: torch.device, dtype: torch.dtype) -> comfy.sd.VAE:
     return comfy.sd.VAE(sd={"pixel_space_vae": torch.ones(())}, device=device, dtype=dtype)
 
 
-def add_lora_names(names_of: Callable[[torch.nn.Module], dict[str, str]]) -> None:
-    """Add names to ComfyUI's LoRA loaders. `names_of` returns {name in a LoRA: name of the weight} for a model.
-
-    ComfyUI has a fixed list of names by model class in one function, and no way to extend it. This wraps the function
-    once. Results for other models do not change.
-    """
-    core = comfy.lora.model_lora_keys_unet
-    if getattr(core, "knows_sana", False):
-        return
-
-    def model_lora_keys_unet(model, key_map={}):
-        key_map = core(model, key_map)
-        key_map.update(names_of(model))
-        return key_map
-
-    model_lora_keys_unet.knows_sana = True
-    comfy.lora.model_lora_keys_unet = model_lora_keys_unet
-
-
 def pixeldit_tokenizer(clip: comfy.sd.CLIP) -> tuple[Callable[[str], list[int]], int] | None:
     """Return the tokenizer function and the padding token of CLIPLoader's Gemma 2 of type pixeldit, else None."""
     from comfy.text_encoders.pixeldit import PixelDiTGemma2Tokenizer
@@ -183,26 +181,33 @@ def pixeldit_tokenizer(clip: comfy.sd.CLIP) -> tuple[Callable[[str], list[int]],
     return checked_encode(lambda text: gemma.tokenizer(text)["input_ids"], vocabulary, "clip"), gemma.pad_token
 
 
-def patches_of(patcher: ModelPatcher) -> set[str]:
-    """Return the names of all patches of a MODEL by ComfyUI or a pack, except patches of its weights.
-
-    A newer ComfyUI may have other kinds of patches. Each collection that is empty in a new patcher and not in this one
-    counts as a patch.
-    """
-    options = dict(patcher.model_options)
-    names = {*options.pop("transformer_options"), *options, *patcher.object_patches, *patcher.weight_wrapper_patches}
-    for kind in (*patcher.wrappers.values(), *patcher.callbacks.values(), patcher.injections):
-        names |= {str(key) for key, functions in kind.items() if functions}
-    names |= {key for key, models in patcher.additional_models.items() if models}
-    if patcher.hook_patches:
-        names.add("hooks")
-    cpu = torch.device("cpu")
-    fresh = vars(comfy.model_patcher.ModelPatcher(torch.nn.Module(), cpu, cpu))
-    for name, value in vars(patcher).items():
-        if name not in PATCHES and name not in STATE and isinstance(value, dict | list | set | tuple) and value:
-            names |= {name} if value != fresh.get(name) else set()
-    return set(map(str, names))
-
+# Attributes of a ModelPatcher that contain the patches of ComfyUI or a pack.
+PATCH_FIELDS = {
+    "patches",
+    "object_patches",
+    "weight_wrapper_patches",
+    "model_options",
+    "wrappers",
+    "callbacks",
+    "injections",
+    "hook_patches",
+    "additional_models",
+}
+# Attributes that do not change images: loaded and replaced weights, notes of packs, and the function that loads again.
+STATE_FIELDS = {
+    "attachments",
+    "backup",
+    "backup_buffers",
+    "cached_hook_patches",
+    "cached_patcher_init",
+    "hook_backup",
+    "hook_patches_backup",
+    "object_patches_backup",
+    "pinned",
+    "_free_methods",
+    "_last_prepare_log_key",
+    "non_dynamic_delegate_model",
+}
 
 # The keys of the pack's patches of a MODEL.
 CORE_NODES = "sana_core_nodes"
@@ -228,6 +233,27 @@ LOADED = {CORE_NODES, KEEP, SHARED_MASK, SPRINT}
 TRAVELLING = LOADED | {IMAGE_GUIDANCE, INTERVAL, PERTURBED, SPLIT, "multigpu", "multigpu_options"}
 
 
+def patches_of(patcher: ModelPatcher) -> set[str]:
+    """Return the names of all patches of a MODEL by ComfyUI or a pack, except patches of its weights.
+
+    A newer ComfyUI may have other kinds of patches. Each collection that is empty in a new patcher and not in this one
+    counts as a patch.
+    """
+    options = dict(patcher.model_options)
+    names = {*options.pop("transformer_options"), *options, *patcher.object_patches, *patcher.weight_wrapper_patches}
+    for kind in (*patcher.wrappers.values(), *patcher.callbacks.values(), patcher.injections):
+        names |= {str(key) for key, functions in kind.items() if functions}
+    names |= {key for key, models in patcher.additional_models.items() if models}
+    if patcher.hook_patches:
+        names.add("hooks")
+    cpu = torch.device("cpu")
+    fresh = vars(ModelPatcher(torch.nn.Module(), cpu, cpu))
+    for name, value in vars(patcher).items():
+        if name not in PATCH_FIELDS | STATE_FIELDS and isinstance(value, dict | list | set | tuple) and value:
+            names |= {name} if value != fresh.get(name) else set()
+    return set(map(str, names))
+
+
 def staying(model: ModelPatcher) -> set[str]:
     """Return the patches of MODEL that cannot be sent to another machine: functions, unknown kinds, other weights."""
     return (patches_of(model) - TRAVELLING) | {key for key in model.patches if not key.startswith(WEIGHTS)}
@@ -244,33 +270,3 @@ def unshared(model: ModelPatcher, conds: dict) -> set[str]:
     patches |= {key for key, functions in model.injections.items() if functions}
     patches |= {"hooks"} if any("hooks" in cond for cond_list in conds.values() for cond in cond_list) else set()
     return patches | {"torch.compile"} & set(model.wrappers.get(WrappersMP.APPLY_MODEL, {}))
-
-
-# The new node's id, and for each of its inputs a dict with new_id and either old_id or set_value.
-Replacement = tuple[str, list[dict[str, object]]]
-
-
-def replace_in_prompts(replacements: Mapping[str, Replacement]) -> None:
-    """Replace nodes in each prompt of the server, unless they are installed. Keys are the ids of the old nodes.
-
-    This happens before ComfyUI's own replacement, which fails with HTTP 500 if a client sends no `_meta` or leaves an
-    input out, and if a replaced node is linked to another replaced node by an input that has a new name.
-    """
-
-    def is_old(node: object) -> bool:
-        # A client may send anything. The server refuses wrong nodes later.
-        if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
-            return False
-        kind = node.get("class_type")
-        return isinstance(kind, str) and kind in replacements and kind not in nodes.NODE_CLASS_MAPPINGS
-
-    def replace(request: dict) -> dict:
-        prompt = request.get("prompt")
-        for node in filter(is_old, prompt.values()) if isinstance(prompt, dict) else ():
-            node["class_type"], mapping = replacements[node["class_type"]]
-            old = node["inputs"]
-            node["inputs"] = {field["new_id"]: old[field["old_id"]] for field in mapping if field.get("old_id") in old}
-            node["inputs"] |= {field["new_id"]: field["set_value"] for field in mapping if "set_value" in field}
-        return request
-
-    PromptServer.instance.add_on_prompt_handler(replace)

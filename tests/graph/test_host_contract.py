@@ -18,22 +18,21 @@ CALLS = {
     "comfy.conds.CONDRegular.size": ("", "model.py"),
     "comfy.float.stochastic_rounding": ("value dtype seed", "job.py"),
     "comfy.lora.calculate_weight": ("patches weight key", "load_model.py, job.py"),
-    "comfy.lora.load_lora": ("lora to_load log_missing", "load_model.py"),
     "comfy.lora.model_lora_keys_clip": ("model key_map", "load_model.py"),
     "comfy.lora.model_lora_keys_unet": ("model key_map", "compat.py (add_lora_names)"),
-    "comfy.model_base.BaseModel.process_latent_out": ("latent", "run.py"),
+    "comfy.model_base.BaseModel.process_latent_out": ("latent", "batch/run.py"),
     "comfy.model_management.archive_model_dtypes": ("model", "weights.py, vae.py"),
     "comfy.model_management.cast_to_device": ("tensor device dtype copy", "job.py"),
-    "comfy.model_management.cuda_device_context": ("device", "devices.py"),
-    "comfy.model_management.free_memory": ("memory_required device", "training.py, devices.py"),
+    "comfy.model_management.cuda_device_context": ("device", "devices.py, vae.py"),
+    "comfy.model_management.free_memory": ("memory_required device", "training/run.py, devices.py, vae.py"),
     "comfy.model_management.get_all_torch_devices": ("", "devices.py, split.py, vae.py, folders.py"),
-    "comfy.model_management.get_free_memory": ("dev", "devices.py"),
-    "comfy.model_management.get_total_memory": ("dev", "plan.py"),
+    "comfy.model_management.get_free_memory": ("dev", "devices.py, vae.py"),
+    "comfy.model_management.get_total_memory": ("dev", "computer.py, vae.py, training/run.py"),
     "comfy.model_management.loaded_models": ("", "devices.py"),
     "comfy.model_management.lora_compute_dtype": ("device", "job.py"),
-    "comfy.model_management.minimum_inference_memory": ("", "training.py"),
+    "comfy.model_management.minimum_inference_memory": ("", "training/run.py"),
     "comfy.model_management.resolve_gpu_device_option": ("option", "devices.py"),
-    "comfy.model_management.soft_empty_cache": ("", "training.py"),
+    "comfy.model_management.soft_empty_cache": ("", "training/run.py"),
     "comfy.model_management.supports_cast": ("device dtype", "clip.py"),
     "comfy.model_management.throw_exception_if_processing_interrupted": ("", "every loop"),
     "comfy.model_management.unet_dtype": ("device model_params supported_dtypes weight_dtype", "load_model.py"),
@@ -42,9 +41,9 @@ CALLS = {
     "comfy.model_prefetch.prefetch_queue_pop": ("queue device module", "compat.py (prefetched_blocks)"),
     "comfy.model_patcher.ModelPatcher._load_list": ("for_dynamic", "weights.py (LookupPatcher)"),
     "comfy.model_patcher.ModelPatcher.add_callback_with_key": ("call_type key callback", "weights.py, vae.py"),
-    "comfy.model_patcher.ModelPatcher.clone": ("model_override", "replicas.py"),
-    "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "replicas.py"),
-    "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "replicas.py"),
+    "comfy.model_patcher.ModelPatcher.clone": ("model_override", "sampling/split.py"),
+    "comfy.model_patcher.ModelPatcher.deepclone_multigpu": ("new_load_device", "sampling/split.py"),
+    "comfy.model_patcher.ModelPatcher.get_clone_model_override": ("", "sampling/split.py"),
     "comfy.model_patcher.ModelPatcher.get_free_memory": ("device", "compat.py (free_memory)"),
     "comfy.model_patcher.ModelPatcher.get_key_patches": ("filter_prefix", "job.py"),
     "comfy.model_patcher.ModelPatcher.pre_run": ("", "split.py"),
@@ -73,14 +72,13 @@ CALLS = {
     ),
     "comfy.sd.VAE.spacial_compression_encode": ("", "controlnet.py (encode_hints)"),
     "comfy.utils.common_upscale": ("samples width height upscale_method crop", "controlnet.py (encode_hints)"),
-    "comfy.utils.convert_old_quants": ("state_dict model_prefix metadata", "weights.py"),
-    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "view.py, run.py"),
+    "comfy.utils.ProgressBar.update_absolute": ("value total preview", "view.py, batch/run.py, report.py"),
     "comfy.utils.load_torch_file": ("ckpt safe_load", "weights.py, latents.py"),
     "comfy.utils.string_to_seed": ("data", "job.py"),
     "folder_paths.cached_filename_list_": ("folder_name", "compat.py (survive_deleted_folders)"),
     "folder_paths.get_input_subfolders": ("", "folders.py"),
-    "latent_preview.get_previewer": ("device latent_format", "devices.py, run.py"),
-    "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "devices.py"),
+    "latent_preview.get_previewer": ("device latent_format", "devices.py, batch/run.py, sampler.py"),
+    "latent_preview.LatentPreviewer.decode_latent_to_preview_image": ("preview_format x0", "devices.py, batch/run.py"),
     "server.PromptServer.add_on_prompt_handler": ("handler", "compat.py"),
 }
 # names that are no functions
@@ -96,9 +94,9 @@ NAMES = {
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": "guidance.py",
     "comfy.model_patcher.LowVramPatch": "compat.py (is_half_unloaded)",
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": "model.py",
-    "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "split.py",
-    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "core_nodes.py, split.py",
-    "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "devices.py",
+    "comfy.patcher_extension.WrappersMP.APPLY_MODEL": "compat.py, devices.py",
+    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE": "load_model.py, devices.py, split.py",
+    "comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING": "devices.py, split.py",
     "comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE": "guidance.py",
     "comfy.text_encoders.pixeldit.PixelDiTGemma2Tokenizer": "compat.py (pixeldit_tokenizer)",
 }
@@ -142,10 +140,12 @@ def test_a_patcher_has_the_collections_that_travel_or_are_refused(host):
     cpu, compat = torch.device("cpu"), pack("nodes.host.compat")
     patcher = comfy.model_patcher.ModelPatcher(torch.nn.Module(), cpu, cpu)
     held = {name for name, value in vars(patcher).items() if isinstance(value, dict | list | set)}
-    gone = compat.PATCHES - held
-    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCHES in nodes/host/compat.py"
-    new = held - compat.PATCHES - compat.STATE
-    assert not new, f"ComfyUI's ModelPatcher has {new} besides: add it to PATCHES or STATE in nodes/host/compat.py"
+    gone = compat.PATCH_FIELDS - held
+    assert not gone, f"ComfyUI's ModelPatcher has no {gone} any more; see PATCH_FIELDS in nodes/host/compat.py"
+    new = held - compat.PATCH_FIELDS - compat.STATE_FIELDS
+    assert not new, (
+        f"ComfyUI's ModelPatcher has {new} besides: add it to PATCH_FIELDS or STATE_FIELDS in nodes/host/compat.py"
+    )
     assert set(patcher.model_options) == {"transformer_options"}, "see patches_of in nodes/host/compat.py"
     assert patcher.cached_patcher_init is None, "see remember_loader in nodes/host/compat.py"
     assert len(patcher.get_clone_model_override()) == 2, "see with_weights_of in nodes/host/sampling/split.py"
@@ -182,9 +182,9 @@ def test_a_load_calls_back_with_what_we_read(host):
     patcher = comfy.model_patcher.ModelPatcher(model, cpu, cpu)
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, "test", lambda *arguments: calls.append(arguments))
     patcher.load(cpu, lowvram_model_memory=1, full_load=False)
-    assert model.current_weight_patches_uuid == patcher.patches_uuid, "see is_half_unloaded in compat/internals.py"
-    assert calls == [(patcher, cpu, 1, False, False)], "ComfyUI's ON_LOAD hands over other things; see layers.py"
-    assert model.model_loaded_weight_memory == 0, "ComfyUI counts loaded bytes elsewhere; see layers.py"
+    assert model.current_weight_patches_uuid == patcher.patches_uuid, "see is_half_unloaded in compat.py"
+    assert calls == [(patcher, cpu, 1, False, False)], "ComfyUI's ON_LOAD hands over other things; see weights.py"
+    assert model.model_loaded_weight_memory == 0, "ComfyUI counts loaded bytes elsewhere; see weights.py"
 
 
 def check_model(model):
