@@ -1,4 +1,4 @@
-"""LATENT to IMAGE, and the choice of the best of many images."""
+"""LATENT to IMAGE, the choice of the best of many images, and the loader of its scorer."""
 
 from inspect import cleandoc
 
@@ -68,7 +68,7 @@ class SanaNodesDecode(io.ComfyNode):
         cls, samples: dict, vae, method: str = "auto", budget_gb: float = 0.0, devices: str = "one"
     ) -> io.NodeOutput:
         from .host.links import check_links
-        from .host.loading.vae import check_decodable, decode, decode_exactly, has_group_norms
+        from .host.loading.vae import check_decodable, decode, decode_other_vae, has_group_norms
         from .host.report import shown
 
         check_links(samples=samples, vae=vae)
@@ -77,7 +77,7 @@ class SanaNodesDecode(io.ComfyNode):
         check_name("devices", devices, DEVICES)
         latents = samples["samples"]
         if has_group_norms(vae):
-            image, report = decode_exactly(vae, latents, method, budget_gb, devices)
+            image, report = decode_other_vae(vae, latents, method, budget_gb, devices)
         else:
             check_decodable(latents, vae)
             image, report = decode(vae, latents, method, budget_gb, devices)

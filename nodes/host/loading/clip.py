@@ -46,7 +46,7 @@ from .weights import LookupPatcher, config_tensor, keep_on_device, load_componen
 if TYPE_CHECKING:
     from transformers import Gemma2Model, PreTrainedModel
 
-KEY = "gemma2_2b"
+TEXT_KEY = "gemma2_2b"
 # Inputs that Gemma 2 cannot read. Newer versions of Generate Text have several images.
 MEDIA = ("image", "images", "image_embeds", "video", "audio")
 # Options that change nothing for any text: Generate Text pads to at least one token, and other nodes forbid no tokens.
@@ -79,7 +79,7 @@ class SanaTokenizer:
         check_options(options)
         if skip_template is not None:
             ids = read_request(self.tokenizer, text, not skip_template, system_prompt or "")
-            return {KEY: [[(token, 1.0) for token in ids]]}
+            return {TEXT_KEY: [[(token, 1.0) for token in ids]]}
         if system_prompt:
             warn(no_effect("system_prompt"))
         instruction = bool(text.strip()) if instruction is None else instruction
@@ -95,17 +95,17 @@ class SanaTokenizer:
     def state_dict(self) -> dict:
         """Return the tokenizer and the config as tensors, which ComfyUI saves in the file of the weights.
 
-        With the prefix KEY, CLIPSave writes them to the file of the weights.
+        With the prefix TEXT_KEY, CLIPSave writes them to the file of the weights.
         """
         content = torch.frombuffer(bytearray(self.tokenizer.content), dtype=torch.uint8)
         tensors = {self.tokenizer.kind: content, **config_tensor("text_encoder", self.config)}
-        return {f"{KEY}.{name}": tensor for name, tensor in tensors.items()}
+        return {f"{TEXT_KEY}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def token_pairs(reading: TokenizedPrompt, pad_token: int, tail: tuple = ()) -> dict[str, list[list[tuple]]]:
     """Convert the result of `read_prompt` to the tokens that ComfyUI's CLIP expects."""
     ids = reading.ids + [pad_token] * (reading.length - len(reading.ids))
-    return {KEY: [[(token, 1.0, *tail) for token in ids]]}
+    return {TEXT_KEY: [[(token, 1.0, *tail) for token in ids]]}
 
 
 def check_options(options: dict) -> None:
@@ -136,6 +136,32 @@ class HostTextModel(torch.nn.Module):
             warn(no_effect("CLIPSetLastLayer"))
 
 
+def make_clip(
+    tokenizer: object, model: torch.nn.Module, dtype: torch.dtype, disable_dynamic: bool = False
+) -> comfy.sd.CLIP:
+    """Return the CLIP of `tokenizer` and `model`, whose weights are on the CPU in `dtype`."""
+    target = comfy.supported_models_base.ClipTarget(lambda **_: tokenizer, lambda **_: model)
+    options = {"dtype": dtype, "initial_device": torch.device("cpu")}
+    clip = comfy.sd.CLIP(target, model_options=options, disable_dynamic=disable_dynamic)
+    if not clip.patcher.is_dynamic():
+        # ComfyUI's CLIP creates the patcher itself.
+        clip.patcher.__class__ = LookupPatcher
+    keep_on_device(clip.patcher)
+    return clip
+
+
+def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
+
+    A device without bf16 computes in fp32. It converts one layer at a time, because fp32 weights would take 10.5 GB.
+    For a CPU the first dtype is None: bf16 if it represents the file's weights exactly, else the file's dtype.
+    """
+    compute = wide_dtype(device)
+    if comfy.model_management.is_device_cpu(device):
+        return None, compute
+    return torch.bfloat16 if comfy.model_management.supports_cast(device, torch.bfloat16) else compute, compute
+
+
 class SanaTextModel(HostTextModel):
     """Gemma 2 as ComfyUI's CLIP calls it."""
 
@@ -152,7 +178,7 @@ class SanaTextModel(HostTextModel):
 
     def encode_token_weights(self, pairs: dict[str, list[list[tuple]]]) -> tuple[torch.Tensor, None, dict]:
         """Return embeddings [B, 300, C], no pooled output, and the mask."""
-        ids = torch.tensor([[pair[0] for pair in row] for row in pairs[KEY]], device=self.execution_device)
+        ids = torch.tensor([[pair[0] for pair in row] for row in pairs[TEXT_KEY]], device=self.execution_device)
         mask = (ids != self.pad_token).long()
         states = self.gemma(ids, attention_mask=mask).last_hidden_state
         device = comfy.model_management.intermediate_device()
@@ -175,7 +201,7 @@ class SanaTextModel(HostTextModel):
                 bar.update(1)
                 line.update()
 
-            ids = [pair[0] for pair in pairs[KEY][0]]
+            ids = [pair[0] for pair in pairs[TEXT_KEY][0]]
             placed = Placement(self.execution_device, self.gemma.embed_tokens.logits)
             return write_tokens(self.gemma, ids, max_length, self.stop_tokens, choose, report, placed)
 
@@ -213,32 +239,6 @@ def load_clip(source: Source, reference: str = AUTO, disable_dynamic: bool = Fal
     clip = make_clip(sana_tokenizer, SanaTextModel(gemma, tokenizer), gemma.dtype, disable_dynamic)
     remember_loader(clip.patcher, reload, path, reference)
     return clip
-
-
-def make_clip(
-    tokenizer: object, model: torch.nn.Module, dtype: torch.dtype, disable_dynamic: bool = False
-) -> comfy.sd.CLIP:
-    """Return the CLIP of `tokenizer` and `model`, whose weights are on the CPU in `dtype`."""
-    target = comfy.supported_models_base.ClipTarget(lambda **_: tokenizer, lambda **_: model)
-    options = {"dtype": dtype, "initial_device": torch.device("cpu")}
-    clip = comfy.sd.CLIP(target, model_options=options, disable_dynamic=disable_dynamic)
-    if not clip.patcher.is_dynamic():
-        # ComfyUI's CLIP creates the patcher itself.
-        clip.patcher.__class__ = LookupPatcher
-    keep_on_device(clip.patcher)
-    return clip
-
-
-def text_dtypes(device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
-    """Return the dtypes in which Gemma 2 is stored for `device`, and in which it computes.
-
-    A device without bf16 computes in fp32. It converts one layer at a time, because fp32 weights would take 10.5 GB.
-    For a CPU the first dtype is None: bf16 if it represents the file's weights exactly, else the file's dtype.
-    """
-    compute = wide_dtype(device)
-    if comfy.model_management.is_device_cpu(device):
-        return None, compute
-    return torch.bfloat16 if comfy.model_management.supports_cast(device, torch.bfloat16) else compute, compute
 
 
 def encode(clip: comfy.sd.CLIP, text: str, instruction: bool) -> tuple[list, TokenizedPrompt]:

@@ -335,11 +335,11 @@ def report_text(reports: list[Json], images: int, device: torch.device) -> str:
 
 
 def has_group_norms(vae: comfy.sd.VAE) -> bool:
-    """Whether `decode_exactly` can decode with `vae`."""
+    """Whether `decode_other_vae` can decode with `vae`."""
     return decoder_steps(getattr(vae.first_stage_model, "decoder", None)) is not None
 
 
-def decode_exactly(
+def decode_other_vae(
     vae: comfy.sd.VAE, samples: torch.Tensor, method: str, budget_gb: float, devices: str
 ) -> tuple[torch.Tensor, str]:
     """Return the IMAGE of `samples` as VAE Decode computes it without tiles, and a report of the decode."""

@@ -2,6 +2,8 @@
 
 With the layers of diffusers and transformers, ComfyUI would leave a layer on the CPU if only a part of the model fits
 on the GPU. With dynamic VRAM it would ignore the patches of the layer without a message.
+
+Also the configuration that is saved with a component, and the dtype of components that overflow in fp16.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP
 
-from ....sana_core.checkpoints.checkpoint import CHECKPOINT_KINDS, FP8_FILE
+from ....sana_core.checkpoints.checkpoint import CHECKPOINT_KINDS, FP8_FILE, Checkpoint
 from ....sana_core.checkpoints.detect import SAVED_CONFIG
 from ....sana_core.checkpoints.headers import SAFETENSORS, exact_half, read_file
 from ....sana_core.checkpoints.load import build_module, check_names, component_tensors, fill_module
@@ -31,9 +33,6 @@ from ..compat import KEEP
 from .quantise import OFF, fill_quantised, is_product, linear_like, quantise
 
 if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
-    from ....sana_core.checkpoints import Checkpoint
     from ....sana_core.model.layers import WeightsUse
 
 # The rows of an embedding that the product for logits casts at once.
@@ -62,8 +61,8 @@ class Fp8Layer(comfy.ops.fp8_ops.Linear):
 
     def forward_comfy_cast_weights(self, x: torch.Tensor) -> torch.Tensor:
         # ComfyUI multiplies other weights and inputs of more dimensions in the dtype of the input.
-        is_product = self.weight.dtype == torch.float8_e4m3fn and x.ndim < 4
-        return super().forward_comfy_cast_weights(x.clone() if is_product else x)
+        multiplies_fp8 = self.weight.dtype == torch.float8_e4m3fn and x.ndim < 4
+        return super().forward_comfy_cast_weights(x.clone() if multiplies_fp8 else x)
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
@@ -191,13 +190,17 @@ def is_mixed(operations: type) -> bool:
     return not issubclass(operations.Linear, torch.nn.Linear)
 
 
-def keep_on_device(patcher: ModelPatcher) -> None:
+def keep_on_device(patcher: comfy.model_patcher.ModelPatcher) -> None:
     """Make `patcher` and its clones load all weights that ComfyUI cannot cast, even if little of the model fits."""
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, KEEP, load_rest)
 
 
 def load_rest(
-    patcher: ModelPatcher, device: torch.device, memory: float, force_patch_weights: bool, full_load: bool
+    patcher: comfy.model_patcher.ModelPatcher,
+    device: torch.device,
+    memory: float,
+    force_patch_weights: bool,
+    full_load: bool,
 ) -> None:
     """Move parameters and buffers of all modules that are not ComfyUI's layers to `device`. ComfyUI calls this.
 
@@ -262,14 +265,14 @@ def load_component(
 
 
 def fill_layer(
-    module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, form: Json, operations: type
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, stated: Json, operations: type
 ) -> None:
     """Put a quantised layer of `operations` into `module`, or its dequantised weight into `tensors`.
 
     ComfyUI computes in its formats with products of matrices alone, and has one scale for all rows in fp8.
     """
     plain, parts, bias = module.get_submodule(name), layer_tensors(tensors, name), f"{name}.bias"
-    is_fp8, algorithm = form["format"].startswith("float8"), comfy.quant_ops.QUANT_ALGOS.get(form["format"])
+    is_fp8, algorithm = stated["format"].startswith("float8"), comfy.quant_ops.QUANT_ALGOS.get(stated["format"])
     scales_rows = is_fp8 and parts["weight_scale"].numel() > 1
     scales_inputs = "pre_quant_scale" in parts and (
         algorithm is None or "pre_quant_scale" not in algorithm["parameters"]
@@ -277,7 +280,7 @@ def fill_layer(
     has_bias = plain._parameters.get("bias") is not None
     is_ready = is_mixed(operations) and is_product(plain) and (bias in tensors or not has_bias)
     if algorithm is None or scales_rows or scales_inputs or not is_ready:
-        tensors[f"{name}.weight"] = dequantised(form, parts, plain.weight.shape)
+        tensors[f"{name}.weight"] = dequantised(stated, parts, plain.weight.shape)
         return
     if is_fp8:
         parts["weight_scale"] = parts["weight_scale"].float().reshape(())
@@ -285,7 +288,7 @@ def fill_layer(
         parts.pop("input_scale", None)
     if has_bias:
         parts["bias"] = tensors.pop(bias)
-    parts["comfy_quant"] = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8)
+    parts["comfy_quant"] = torch.tensor(list(json.dumps(stated).encode()), dtype=torch.uint8)
     module.set_submodule(name, fill_quantised(linear_like(plain, operations), parts))
 
 

@@ -151,8 +151,6 @@ class PromptCondition(comfy.conds.CONDRegular):
 
 # Set by samplers whose reference passes whole timesteps to the model, as SANA's DPM-Solver does.
 WHOLE_TIMESTEPS = "sana_whole_timesteps"
-# The transformer's timestep at sigma 1.
-TIMESTEPS = 1000
 
 
 class SanaDiffusionModel(SanaTransformer2DModel):
@@ -335,6 +333,10 @@ class SanaModel(comfy.model_base.BaseModel):
 def image_pixels(latents: torch.Tensor) -> tuple[int, int]:
     """Return (width, height) of the decoded images of latents [B, 32, h, w]."""
     return latents.shape[3] * DOWNSCALE, latents.shape[2] * DOWNSCALE
+
+
+# The transformer's timestep at sigma 1.
+TIMESTEPS = 1000
 
 
 def timestep_scale(sampling) -> float:
