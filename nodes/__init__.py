@@ -1,4 +1,4 @@
-"""The nodes. A file has the nodes that give the same type of output."""
+"""The nodes. A file has the nodes of one step of a workflow, and computer.py the nodes about the computer."""
 
 from comfy_api.latest import ComfyExtension, io
 

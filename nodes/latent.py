@@ -175,7 +175,6 @@ class SanaNodesVideoLatent(io.ComfyNode):
     ) -> io.NodeOutput:
         from .host.links import check_links
         from .host.report import shown
-        from .host.sampling.latents import image_or_model_size, size_text
         from .host.sampling.video_model import require_video, video_latent
 
         optional = {"vae": vae, "first_image": first_image}
