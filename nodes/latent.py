@@ -4,12 +4,17 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import DEFAULT_RESOLUTION, LARGEST_FRAMES, RATIOS, SIZES, image_size, read_size
+from ..sana_core.model.known_models import (
+    AUTO_SIZE,
+    DEFAULT_RESOLUTION,
+    LARGEST_FRAMES,
+    RATIOS,
+    SIZES,
+    image_size,
+    read_size,
+)
 from ..sana_core.model.latents import DOWNSCALE, LARGEST, LARGEST_BATCH
 from .host.sampling.latents import empty_latent, image_or_model_size, size_text
-
-# The choice of the connected model's size.
-AUTO = "auto"
 
 
 def image_model(patcher):
@@ -89,8 +94,8 @@ class SanaNodesResolution(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "size",
-                    options=[AUTO, *SIZES],
-                    default=AUTO,
+                    options=[AUTO_SIZE, *SIZES],
+                    default=AUTO_SIZE,
                     tooltip="auto: the size of the connected model, or 1024. Others: the side in pixels of a square "
                     "with the image's area.",
                 ),
@@ -113,7 +118,7 @@ class SanaNodesResolution(io.ComfyNode):
     @classmethod
     def execute(cls, size: str, ratio: str, model=None) -> io.NodeOutput:
         base = image_model(model)
-        if size != AUTO:
+        if size != AUTO_SIZE:
             return io.NodeOutput(*image_size(read_size(size), ratio))
         return io.NodeOutput(*image_size(DEFAULT_RESOLUTION if base is None else base.resolution, ratio))
 

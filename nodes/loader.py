@@ -4,7 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
-from ..sana_core.model.known_models import SIZES
+from ..sana_core.model.known_models import AUTO_SIZE, SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
 from ..sana_core.runtime.checks import check_name, check_number
 from .host.folders import MODELS, file_paths, find_file, list_files, list_models, model_path, model_paths
@@ -36,7 +36,7 @@ def model_options() -> list[io.Combo.Input]:
         ),
         io.Combo.Input(
             "resolution",
-            options=[AUTO, *SIZES],
+            options=[AUTO_SIZE, *SIZES],
             optional=True,
             advanced=True,
             tooltip="The size the model was trained at. Leave at auto unless the line under the node is wrong.",
@@ -55,8 +55,8 @@ def model_options() -> list[io.Combo.Input]:
 
 def pixels(resolution: str) -> int | None:
     # widgets check their options, links do not
-    check_name("resolution", resolution, (AUTO, *SIZES))
-    return None if resolution == AUTO else int(resolution)
+    check_name("resolution", resolution, (AUTO_SIZE, *SIZES))
+    return None if resolution == AUTO_SIZE else int(resolution)
 
 
 def load_whole(
@@ -183,7 +183,7 @@ class SanaNodesLoader(FileNode, io.ComfyNode):
         cls,
         model: str,
         weight_dtype: str = "default",
-        resolution: str = AUTO,
+        resolution: str = AUTO_SIZE,
         reference: str = AUTO,
         quantise: str = "off",
     ) -> io.NodeOutput:
@@ -220,7 +220,7 @@ class SanaNodesModelLoader(FileNode, io.ComfyNode):
         cls,
         model_name: str,
         weight_dtype: str = "default",
-        resolution: str = AUTO,
+        resolution: str = AUTO_SIZE,
         reference: str = AUTO,
         quantise: str = "off",
     ) -> io.NodeOutput:

@@ -322,6 +322,8 @@ RATIOS = {
 EDIT_AREAS = ((2 * 512**2 + 256**2, 512), (2 * 1024**2 + 512**2, 1024))
 LARGEST_EDIT = 2048
 SIZES = tuple(map(str, RESOLUTIONS))
+# The choice of the model's own size, listed before SIZES.
+AUTO_SIZE = "auto"
 # Workflows of ComfyUI_ExtraModels contain these names.
 OTHER_SIZES = {f"{size}px": size for size in SIZES} | {"2K": "2048", "4K": "4096", "2Kpx": "2048", "4Kpx": "4096"}
 OTHER_RATIOS = {f"{float(ratio):.2f}": ratio for ratio in SHAPES}
