@@ -4,6 +4,7 @@ from inspect import cleandoc
 
 from comfy_api.latest import io
 
+from ..sana_core.checkpoints.keys import LARGEST_STRENGTH
 from ..sana_core.model.known_models import AUTO_SIZE, SIZES
 from ..sana_core.model.reference import AUTO, READINGS, REFERENCES
 from ..sana_core.runtime.checks import check_name, check_number
@@ -381,9 +382,6 @@ class SanaNodesModelSwitch(io.ComfyNode):
             check_links(model=model, clip=clip, vae=vae)
             return io.NodeOutput(model, clip, vae)
         return load_whole(use)
-
-
-LARGEST_STRENGTH = 100.0
 
 
 class SanaNodesLoraLoader(FileNode, io.ComfyNode):

@@ -20,6 +20,7 @@ from ..checkpoints import (
 )
 from ..checkpoints.checkpoint import Source
 from ..checkpoints.generation import shift_of
+from ..checkpoints.keys import LARGEST_STRENGTH
 from ..checkpoints.load import build_module, config_of
 from ..checkpoints.lora import merge_loras, reference_note
 from ..decode import decode_latents
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-# The range of ComfyUI's LoRA loaders.
-LARGEST_STRENGTH = 100.0
 
 
 class SamplingSettings(NamedTuple):

@@ -61,6 +61,8 @@ WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_w
 # What DDP, PEFT, Lightning and training scripts put before all names of a model, in any order.
 HOLDERS = re.compile(r"^(?:(?:module|model|base_model|transformer|diffusion_model|unet)\.)+")
 
+# The largest strength of an adapter, as in ComfyUI's LoRA loaders.
+LARGEST_STRENGTH = 100.0
 # The norms of a DoRA's rows, by PEFT's name, and of its columns, which are OneTrainer's default.
 ROWS, COLUMNS = "lora_magnitude_vector", "column_magnitudes"
 # Reads the end of a key in a file: a layer's name, the name that PEFT and diffusers give to an adapter in memory, such

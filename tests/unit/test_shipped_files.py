@@ -43,7 +43,7 @@ ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 # {a way out: the files, and folders with a slash at the end, that may use it}
 USES_WAY_OUT = {
     # The actor returns the warnings of a call to the caller. Loading hides warnings of diffusers' import.
-    "getLogger": {"sana_core/runtime/text.py", "sana_core/cluster/actor.py", "sana_core/runtime/accelerator.py"},
+    "getLogger": {"sana_core/runtime/text.py", "sana_core/cluster/actor.py", "sana_core/runtime/libraries.py"},
     "send_progress_text": {"nodes/host/report.py"},
     "send_sync": {"nodes/host/report.py"},
     "stdout": {"sana_core/runtime/text.py", "sana_core/__main__.py"},
