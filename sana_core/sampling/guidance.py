@@ -183,11 +183,7 @@ def denoiser(
         velocities = run(inputs, work, count).float()
         # Guidance combines x0 in this order, as ComfyUI does, so that the bits are the same with and without ComfyUI.
         x0s = list(x - sigma * velocities.unflatten(0, (count, len(x))))
-        if edit is not None and image_guided:
-            without_image = x0s.pop(0)
-            shift = image_shift(x0s[0], without_image, edit.guidance)
-            x0s = [x0 + shift for x0 in x0s]
-        return combine(x0s, guided, guidance, perturbed)
+        return combine(x0s, guided, guidance, perturbed, edit.guidance if edit is not None and image_guided else None)
 
     return model
 
@@ -202,15 +198,24 @@ def image_shift(without_text: torch.Tensor, without_image: torch.Tensor, guidanc
 
 
 def combine(
-    x0s: list[torch.Tensor], guided: bool, guidance: float, perturbed: PerturbedAttention | None
+    x0s: list[torch.Tensor],
+    guided: bool,
+    guidance: float,
+    perturbed: PerturbedAttention | None,
+    image_guidance: float | None = None,
 ) -> torch.Tensor:
     """Combine the x0 of all passes.
 
-    The order is: without prompt (if `guided`), with prompt, perturbed (if `perturbed`).
+    The order is: without image (if `image_guidance`), without prompt (if `guided`), with prompt, perturbed (if
+    `perturbed`).
     """
     if perturbed:
         last = x0s.pop()
         shift = perturbed.scale * (x0s[-1] - last)
+        x0s = [x0 + shift for x0 in x0s]
+    if image_guidance is not None:
+        without_image = x0s.pop(0)
+        shift = image_shift(x0s[0], without_image, image_guidance)
         x0s = [x0 + shift for x0 in x0s]
     return x0s[0] + (x0s[1] - x0s[0]) * guidance if guided else x0s[0]
 

@@ -76,7 +76,9 @@ def add_perturbed_attention(model: ModelPatcher, scale: float, blocks: str) -> M
             place = find_positive(conds)
             if place is None:
                 return executor(base, conds, *args)
-            *passes, perturbed = executor(base, [*conds, perturb(conds[place], attention)], *args)
+            # ComfyUI reverses the passes: the perturbed one is the last of the batch, as without ComfyUI. The bits of
+            # a pass can depend on its place.
+            perturbed, *passes = executor(base, [perturb(conds[place], attention), *conds], *args)
             # Guidance computes u + g (c - u). The same shift of u and c shifts the result once.
             shift = scale * (passes[place] - perturbed)
             return [x0 + shift for x0 in passes]
