@@ -63,7 +63,7 @@ def shown(caught):
 
 
 def test_guidance_nodes_round_as_the_command_line(host, build, folder, image):
-    """A process that shares a batch computes as the command line does, and its images equal those of one device."""
+    """A process that shares a batch computes as the command line does, so all images have the same bits."""
     guidance = {"pag_scale": 2.0, "pag_blocks": "1", "guidance_interval": (0.2, 0.9)}
     difference = shown(host.run(with_guidance_nodes(build()))) - by_command(folder, image, guidance=4.5, **guidance)
     # The image in [0, 1] and back rounds once.
