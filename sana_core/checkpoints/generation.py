@@ -170,7 +170,7 @@ SHIFT_FIELDS = {
 BASE_NAME = re.compile(r"gemma[-_. ]?2[-_. ]2b", re.IGNORECASE)
 TUNED_NAME = re.compile(r"(?<![a-z])(it|instruct|elm)(?![a-z])", re.IGNORECASE)
 # The parts of a path that can name a model: in a cache of the hub, the repository is three levels above the file.
-NAMING_PARTS = 4
+HUB_PARTS = 4
 LOWER_CASE = "prompts: read in lower case, and marks like --ar 16:9 are read as text, as in diffusers"
 
 
@@ -307,6 +307,6 @@ def base_model_evidence(part: Checkpoint) -> str:
     norm = read_tensors(part.weights, [stored], reader)[stored]
     if not torch.equal(norm.bfloat16().to(norm.dtype), norm):
         return "its numbers are finer than the bfloat16 of Gemma-2-2b-it"
-    path = "/".join(part.path.parts[-NAMING_PARTS:])
+    path = "/".join(part.path.parts[-HUB_PARTS:])
     is_base = BASE_NAME.search(path) and not TUNED_NAME.search(path)
     return "its name is that of the base model" if is_base else ""

@@ -162,7 +162,7 @@ def on_channels(layer: Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Map:
-    """A map [1, C, h, w] that is stored, in RAM in the buffer of that number, with the statistics of its strips."""
+    """A stored map [1, C, h, w] with the statistics of its strips. `buffer` is its buffer's number, if it is in RAM."""
 
     def __init__(self, stored: torch.Tensor, buffer: int | None = None) -> None:
         self.stored, self.buffer = stored, buffer
